@@ -13,16 +13,14 @@ import inspect
 import os
 import sys
 import tokenize
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext import distribution_versions
 
 from .console import plain, write_err, write_out
 from .errors import NvrxError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = ["Problem", "ScriptError", "check_file", "main"]
 

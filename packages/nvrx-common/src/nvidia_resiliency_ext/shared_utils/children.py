@@ -16,15 +16,13 @@ import select
 import signal as signals
 import subprocess
 import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, final
+from typing import IO, final
 
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
 
 __all__ = [
     "Child",

@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from typing import TextIO
+from typing import TextIO
 
 __all__ = ["open_missing_streams", "plain", "write_err", "write_out"]
 

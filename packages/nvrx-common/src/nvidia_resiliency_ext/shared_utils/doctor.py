@@ -7,13 +7,11 @@ import ctypes
 import logging
 import os
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from nvidia_resiliency_ext.shared_utils.console import write_out
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 __all__ = ["Finding", "findings", "main", "package_versions"]
 

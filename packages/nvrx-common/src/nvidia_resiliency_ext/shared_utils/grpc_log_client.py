@@ -11,8 +11,9 @@ import socket
 import tempfile
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal, final
+from typing import Literal, final
 
 from nvidia_resiliency_ext.shared_utils._funnel.client.limits import (
     BATCH_BYTES,
@@ -28,10 +29,6 @@ from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_NAME_BYTES, MA
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, LogFunnelClosedError, NvrxError
 from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 __all__ = ["FunnelStats", "FunnelTls", "LogFunnelClient", "LogTarget"]
 

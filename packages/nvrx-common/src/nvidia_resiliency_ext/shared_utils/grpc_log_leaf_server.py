@@ -7,10 +7,7 @@ few connections in place of thousands. It writes no file. It needs the extra `gr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from collections.abc import Iterable
 
 __all__ = ["main", "serve"]
 

@@ -9,12 +9,9 @@ import fcntl
 import os
 import stat
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from nvidia_resiliency_ext.shared_utils.errors import PathOutsideRootsError, UnsafePathError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 __all__ = [
     "SEALS",

@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
 
 __all__ = [
     "Memory",

@@ -12,14 +12,12 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.console import plain
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = [
     "FaultToleranceProfiler",

@@ -14,15 +14,13 @@ import logging
 import os
 import stat
 import time
-from typing import TYPE_CHECKING, final
+from collections.abc import Mapping
+from typing import final
 
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.errors import UnsafePathError
 
 from .os_utils import atomic_write, read_regular_file, remove_tree_at
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 __all__ = [
     "MAX_SOCKET_PATH_BYTES",

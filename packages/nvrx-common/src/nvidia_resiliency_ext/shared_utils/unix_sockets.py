@@ -13,8 +13,8 @@ import socket
 import stat
 import struct
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.errors import (
     DeadlineExceededError,
@@ -22,12 +22,12 @@ from nvidia_resiliency_ext.shared_utils.errors import (
     WireError,
 )
 from nvidia_resiliency_ext.shared_utils.rundir import MAX_SOCKET_PATH_BYTES
-from nvidia_resiliency_ext.shared_utils.wire import FrameReader, receive_with_fds, rights
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from nvidia_resiliency_ext.shared_utils.wire import MessageSet
+from nvidia_resiliency_ext.shared_utils.wire import (
+    FrameReader,
+    MessageSet,
+    receive_with_fds,
+    rights,
+)
 
 __all__ = ["Channel", "connect", "listen", "set_ipc_socket_timeouts"]
 

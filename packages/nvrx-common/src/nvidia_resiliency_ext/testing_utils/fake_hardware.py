@@ -7,12 +7,10 @@ import os
 import shutil
 import subprocess
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 __all__ = ["FakeDriver", "FakeNodeDaemon", "FakeNvml", "FakeSysfs", "NoCompilerError", "fake_sysfs"]
 

@@ -9,18 +9,15 @@ import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable
+from typing import Any, final
 
 from . import interpreter, resources
 from .interpreter import SignalFromOutside, async_raise
 from .kinds import Action, Fault, InjectedException, add_fault
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Callback = Callable[[], object]
-    Handler = Callable[[float, Callback | None], object]
-
+Callback = Callable[[], object]
+Handler = Callable[[float, Callback | None], object]
 
 PREPARERS: dict[Fault, Callable[[], Action]] = {
     Fault.GPU_ERROR: resources.gpu_assert,

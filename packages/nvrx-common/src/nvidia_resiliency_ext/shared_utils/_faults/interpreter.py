@@ -8,16 +8,12 @@ import os
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from types import FrameType
 
 from nvidia_resiliency_ext.shared_utils.unused_signal import unused_realtime_signal
 
 from .kinds import Action, InjectedException, on_main_thread_only, refusal
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType
-
 
 workload_raise_event = threading.Event()
 _taking = threading.Lock()

@@ -5,11 +5,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
+from collections.abc import Callable, Iterable
 
 _adding = threading.Lock()
 _ATTRIBUTES = frozenset({"name", "value"})

@@ -8,13 +8,10 @@ import os
 import stat
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from .kinds import Action, refusal
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 _MIB = 1 << 20
 _LARGEST_BLOCK = 64 * _MIB

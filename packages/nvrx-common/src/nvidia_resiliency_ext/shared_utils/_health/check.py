@@ -7,16 +7,13 @@ import logging
 import math
 import os
 import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from nvidia_resiliency_ext.shared_utils.abandonable import AbandonableCall
 from nvidia_resiliency_ext.shared_utils.console import plain
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
-
 
 Status = Literal["healthy", "unhealthy", "skipped"]
 

@@ -5,17 +5,11 @@ from __future__ import annotations
 
 import argparse
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from nvidia_resiliency_ext.shared_utils.console import plain, write_out
 
-from .check import run_checks
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from .check import Check, HealthResult
-
+from .check import Check, HealthResult, run_checks
 
 _NAMES = ("gpu", "nvlink", "nic", "storage", "daemon")
 _DEFAULT_DEADLINE_S = 60.0

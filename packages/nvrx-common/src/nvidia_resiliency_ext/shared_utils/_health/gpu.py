@@ -9,17 +9,14 @@ from __future__ import annotations
 import os
 import re
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from . import check
 from .check import Finding
 from .devices import DeviceCheck, device_label, selected_devices, session
 from .nvml import UNSUPPORTED, NvmlCallError, NvmlError, NvmlUnavailableError
 from .pci import normal_bus_id
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-
 
 KMSG = "/dev/kmsg"
 

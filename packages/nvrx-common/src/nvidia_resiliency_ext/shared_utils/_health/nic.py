@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
 from nvidia_resiliency_ext.shared_utils.console import plain
@@ -16,9 +17,6 @@ from .check import Check, Finding, PeriodicCheck
 from .devices import PynvmlMixin, resolve_device
 from .nvml import NvmlError
 from .pci import PciMixin, TopologyError, natural_key, read_topology
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 
 def match_nics(

@@ -6,14 +6,11 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal
 
 from .check import Finding, PeriodicCheck, log_once
 from .storage import parse_object
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
 
 _TEXT_LENGTH = 500
 

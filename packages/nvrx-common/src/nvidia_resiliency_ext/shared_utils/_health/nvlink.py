@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from .check import Finding
 from .devices import DeviceCheck, device_label, session
 from .nvml import UNSUPPORTED, NvmlCallError
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
 
 # Field ids, with the port as scope: recovery events, PLR retry blocks, receive errors.
 _SCOPED_FIELDS = {"recovery_events": 215, "plr_retry_blocks": 295, "receive_errors": 208}

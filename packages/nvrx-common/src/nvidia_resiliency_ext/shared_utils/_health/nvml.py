@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.abandonable import StuckError
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import ModuleType
 
 
 class NvmlError(NvrxError):

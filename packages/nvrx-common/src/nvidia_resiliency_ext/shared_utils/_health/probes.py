@@ -12,16 +12,10 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.shared_utils.children import start_child
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from nvidia_resiliency_ext.shared_utils.children import Child
-
+from nvidia_resiliency_ext.shared_utils.children import Child, start_child
 
 _KILL_WAIT_S = 0.5
 _PIPE_BYTES = 1 << 16

@@ -9,8 +9,9 @@ import os
 import re
 import sys
 import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.abandonable import AbandonableCall, DeadlineCaller
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
@@ -19,12 +20,7 @@ from .check import Check, Finding, PeriodicCheck
 from .pci import read_first
 from .probes import Probe, abandoned_probes
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-
-    _Answers = dict[str, dict[str, Any] | str]
-
-
+_Answers = dict[str, dict[str, Any] | str]
 MOUNTINFO = "/proc/self/mountinfo"
 
 _OCTAL = re.compile(r"\\([0-7]{3})")

@@ -4,17 +4,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from .timeline import Lane, Span
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from .cycles import JobHistory, TimedEvent, Window
-    from .timeline import Cycle, FaultNote
-
+from .cycles import JobHistory, TimedEvent, Window
+from .timeline import Cycle, FaultNote, Lane, Span
 
 # Where spans overlap, the first of these wins. The bracket between a cycle's start and its first
 # step is start-up only as far as no phase says more, so it comes late under a name of its own.

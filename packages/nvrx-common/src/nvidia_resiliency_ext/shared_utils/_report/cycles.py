@@ -5,17 +5,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.shared_utils._events.read import EventFile, EventRecord
 
 from .timeline import Cycle, FaultNote
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from nvidia_resiliency_ext.shared_utils._events.read import EventFile, EventRecord
-
 
 _LARGEST = 1e15
 

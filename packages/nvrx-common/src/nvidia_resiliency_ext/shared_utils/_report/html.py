@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 from .timeline import (
     CATEGORIES,
+    Lane,
+    Span,
+    Timeline,
     both,
     clock_time,
     coarsen,
@@ -19,12 +22,6 @@ from .timeline import (
     short_cause,
     size,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from .timeline import Lane, Span, Timeline
-
 
 # The colours are told apart by people with any colour vision; lost work is hatched besides.
 STYLE = """

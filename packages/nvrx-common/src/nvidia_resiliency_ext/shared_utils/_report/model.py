@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+
+from nvidia_resiliency_ext.shared_utils._events.read import EventFile
 
 from .accounting import attribute_spans, flatten, key_of, node_lanes, rank_lanes, saves, succeeded
-from .cycles import build_history, gather, inprocess_restarts
-from .timeline import CATEGORIES, Checkpoints, Remark, Restart, Timeline, Workers, clock_time, plain
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from nvidia_resiliency_ext.shared_utils._events.read import EventFile
-
-    from .cycles import JobHistory, TimedEvent, Window
-    from .timeline import Cycle
-
+from .cycles import JobHistory, TimedEvent, Window, build_history, gather, inprocess_restarts
+from .timeline import (
+    CATEGORIES,
+    Checkpoints,
+    Cycle,
+    Remark,
+    Restart,
+    Timeline,
+    Workers,
+    clock_time,
+    plain,
+)
 
 NO_HEARTBEAT = (
     "No rank sent a heartbeat or finished a section named step, so productive time is unknown."

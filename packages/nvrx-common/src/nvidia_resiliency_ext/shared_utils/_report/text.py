@@ -7,15 +7,17 @@ import os
 import select
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from shutil import get_terminal_size
 from textwrap import wrap
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils._events.read import EventFileError
 from nvidia_resiliency_ext.shared_utils.console import write_err, write_out
 
 from .timeline import (
     CATEGORIES,
+    Remark,
+    Timeline,
     clock_time,
     duration,
     ending,
@@ -25,12 +27,6 @@ from .timeline import (
     restart_line,
     size,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from .timeline import Remark, Timeline
-
 
 _NARROWEST = 40
 _MOST_ROWS = 20
