@@ -12,8 +12,12 @@ import pytest
 from bad_files import largest_file
 
 from nvidia_resiliency_ext.shared_utils._funnel.client.limits import Chunk, MemoryBudget
-from nvidia_resiliency_ext.shared_utils._funnel.client.spill import Spill, adopt
-from nvidia_resiliency_ext.shared_utils._funnel.client.spill_place import Identity, left_behind
+from nvidia_resiliency_ext.shared_utils._funnel.client.spill import (
+    Identity,
+    Spill,
+    adopt,
+    left_behind,
+)
 from nvidia_resiliency_ext.shared_utils._funnel.client.stream import Stream
 
 KIB = 1024
@@ -226,7 +230,7 @@ import os, subprocess, sys
 from nvidia_resiliency_ext.shared_utils._funnel.client.limits import Chunk
 from nvidia_resiliency_ext.shared_utils._funnel.client.limits import MemoryBudget
 from nvidia_resiliency_ext.shared_utils._funnel.client.spill import Spill
-from nvidia_resiliency_ext.shared_utils._funnel.client.spill_place import Identity
+from nvidia_resiliency_ext.shared_utils._funnel.client.spill import Identity
 spill = Spill({str(case.directory)!r}, Identity("job", "node", "/logs/a.log", "s"),
               MemoryBudget(1 << 20, 1 << 20), print)
 assert spill.append(Chunk(1, b"a\\n", 1))

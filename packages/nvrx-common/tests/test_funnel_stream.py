@@ -17,8 +17,7 @@ from nvidia_resiliency_ext.shared_utils._funnel.client.limits import (
     Verdict,
     evaluate,
 )
-from nvidia_resiliency_ext.shared_utils._funnel.client.spill import Spill, adopt
-from nvidia_resiliency_ext.shared_utils._funnel.client.spill_place import Identity
+from nvidia_resiliency_ext.shared_utils._funnel.client.spill import Identity, Spill, adopt
 from nvidia_resiliency_ext.shared_utils._funnel.client.stream import Stream
 
 pytestmark = pytest.mark.slow

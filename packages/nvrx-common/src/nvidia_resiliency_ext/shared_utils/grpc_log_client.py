@@ -22,8 +22,12 @@ from nvidia_resiliency_ext.shared_utils._funnel.client.limits import (
 )
 from nvidia_resiliency_ext.shared_utils._funnel.client.link import FunnelTls, Link, access_of
 from nvidia_resiliency_ext.shared_utils._funnel.client.send_buffer import SendBuffer
-from nvidia_resiliency_ext.shared_utils._funnel.client.spill import Spill, adopt
-from nvidia_resiliency_ext.shared_utils._funnel.client.spill_place import Identity, left_behind
+from nvidia_resiliency_ext.shared_utils._funnel.client.spill import (
+    Identity,
+    Spill,
+    adopt,
+    left_behind,
+)
 from nvidia_resiliency_ext.shared_utils._funnel.client.stream import Stream
 from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_NAME_BYTES, MAX_PATH_BYTES
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
