@@ -45,6 +45,10 @@ class Batch(NamedTuple):
     crc: int
     is_ordered: bool
 
+    @classmethod
+    def of(cls, data: bytes, *, is_ordered: bool) -> Batch:
+        return cls(len(data), crc32(data), is_ordered)
+
 
 class Position(NamedTuple):
     """Everything that an aggregator must know when it starts again."""

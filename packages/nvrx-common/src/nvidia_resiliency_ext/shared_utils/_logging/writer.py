@@ -10,7 +10,6 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from zlib import crc32
 
 from nvidia_resiliency_ext.shared_utils.errors import DirectoryBusyError
 from nvidia_resiliency_ext.shared_utils.os_utils import open_append_beneath
@@ -97,25 +96,20 @@ class Output:
         while self._left:
             self._left = self._left[os.write(self._fd, self._left) :]
 
-    def found_of(self, position: Position) -> bytes:
-        """Return the bytes that stand where a batch of this position would be."""
-        if position.batch is None or self.place()[0] != position.output_inode:
+    def bytes_at(self, inode: int, start: int, length: int) -> bytes:
+        """Return bytes of the file, none where it is not the one of that inode."""
+        if self.place()[0] != inode:
             return b""
         # The descriptor for appending cannot read.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         fd = os.open(self._name, flags, dir_fd=self._directory)
         try:
-            return os.pread(fd, position.batch.length, position.output_bytes)
+            return os.pread(fd, length, start)
         finally:
             os.close(fd)
 
     def close(self) -> None:
         os.close(self._fd)
-
-
-def is_batch(data: bytes, position: Position) -> bool:
-    batch = position.batch
-    return batch is not None and len(data) == batch.length and crc32(data) == batch.crc
 
 
 _BATCH_BYTES = 8 << 20
@@ -263,7 +257,7 @@ class Aggregation:
         for source, length in zip(sources, lengths, strict=True):
             source.after = source.offset + length
         try:
-            self._write_batch_record(Batch(len(data), crc32(data), self._job.is_ordered), sources)
+            self._write_batch_record(Batch.of(data, is_ordered=self._job.is_ordered), sources)
         except OSError:
             for source in sources:
                 source.after = source.offset
@@ -314,28 +308,24 @@ class Aggregation:
             self._sources.look()
             return
         self._sources.restore(position)
-        found = self._output.found_of(position)
-        if position.batch is None:
+        batch = position.batch
+        if batch is None:
             return
-        if not is_batch(found, position) and not self._append_rest(found, position):
-            for source in self._sources:
-                source.after = source.offset
-            if found:
-                self._append_soon(b"\n")
+        found = self._output.bytes_at(position.output_inode, position.output_bytes, batch.length)
+        if Batch.of(found, is_ordered=batch.is_ordered) != batch:
+            # Make it again, and append what the output has not got of it.
+            sources = tuple(self._sources)
+            parts = [self._sources.reread(source) for source in sources]
+            data = _render(sources, parts, is_ordered=batch.is_ordered)
+            if Batch.of(data, is_ordered=batch.is_ordered) == batch and data.startswith(found):
+                self._append_soon(data[len(found) :])
+            else:
+                for source in sources:
+                    source.after = source.offset
+                if found:
+                    self._append_soon(b"\n")
         if not self._output.is_behind:
             self._confirm()
-
-    def _append_rest(self, found: bytes, position: Position) -> bool:
-        """Make a batch again, and append what the output has not got of it."""
-        if position.batch is None:
-            return False
-        sources = tuple(self._sources)
-        parts = [self._sources.reread(source) for source in sources]
-        data = _render(sources, parts, is_ordered=position.batch.is_ordered)
-        if not is_batch(data, position) or not data.startswith(found):
-            return False
-        self._append_soon(data[len(found) :])
-        return True
 
     def _append_soon(self, data: bytes) -> None:
         """Append now, or in the first step that can."""
