@@ -76,12 +76,6 @@ def async_exception() -> Action:
     return Action(lambda _: async_raise(tid, InjectedException))
 
 
-def signal_exception() -> Action:
-    """Prepare SIGUSR1 with a handler that raises in the main thread."""
-    on_main_thread_only("SIGNAL_EXC")
-    return _SignalException()
-
-
 def hold_gil() -> Action:
     """Prepare a call of C code that keeps the GIL for 68 years."""
     import ctypes
@@ -99,10 +93,11 @@ def hold_gil() -> Action:
     return Action(hold)
 
 
-class _SignalException(Action):
-    """Owns the handler of SIGUSR1 until it has run once."""
+class SignalException(Action):
+    """Owns the handler of SIGUSR1, which raises in the main thread, until it has run once."""
 
     def __init__(self) -> None:
+        on_main_thread_only("SIGNAL_EXC")
         main_thread = threading.main_thread().ident or 0
         super().__init__(lambda _: signal.pthread_kill(main_thread, signal.SIGUSR1), self._disarm)
         self._armed = True

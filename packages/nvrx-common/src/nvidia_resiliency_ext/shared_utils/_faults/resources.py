@@ -20,28 +20,20 @@ _LARGEST_DISK = 16 << 30
 _DISK_VARIABLE = "NVRX_FAULT_DISK_DIR"
 
 
-def spin() -> Action:
-    """Prepare a thread that burns a core and contends for the GIL."""
-
-    def act(stop: threading.Event) -> None:
-        while not stop.is_set():
-            pass
-
-    return Action(act)
+def spin(stop: threading.Event) -> None:
+    """Burn a core and contend for the GIL."""
+    while not stop.is_set():
+        pass
 
 
-def exhaust_memory() -> Action:
-    """Prepare to take memory until there is none; the kernel is told to kill this process first."""
-
-    def act(stop: threading.Event) -> None:
-        before = _set_oom_score(b"1000")
-        # Bytes other than 0, so that each page is really there.
-        sizes = _LARGEST_BLOCK, _SMALLEST_BLOCK
-        _hold_all(stop, lambda size: b"\1" * size, sizes, MemoryError)
-        if before is not None:
-            _set_oom_score(before)
-
-    return Action(act)
+def exhaust_memory(stop: threading.Event) -> None:
+    """Take memory until there is none; the kernel is told to kill this process first."""
+    before = _set_oom_score(b"1000")
+    # Bytes other than 0, so that each page is really there.
+    sizes = _LARGEST_BLOCK, _SMALLEST_BLOCK
+    _hold_all(stop, lambda size: b"\1" * size, sizes, MemoryError)
+    if before is not None:
+        _set_oom_score(before)
 
 
 def _hold_all(
@@ -70,8 +62,7 @@ def drop_network() -> Action:
 
     from nvidia_resiliency_ext.shared_utils.store_sockets import socket_copy
 
-    def act(stop: threading.Event) -> None:
-        del stop
+    def act(_: threading.Event) -> None:
         for name in os.listdir("/proc/self/fd"):
             try:
                 if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
@@ -141,8 +132,7 @@ def gpu_assert() -> Action:
     """Prepare an index far outside of its tensor, which the device asserts against."""
     torch, device = _current_device("GPU_ERROR")
 
-    def act(stop: threading.Event) -> None:
-        del stop
+    def act(_: threading.Event) -> None:
         with torch.cuda.device(device):
             values = torch.zeros(1, device=device)
             values[torch.full((1,), _FAR_OUTSIDE, dtype=torch.int64, device=device)]
@@ -155,8 +145,7 @@ def gpu_spin(device: Any = None) -> Action:
     torch = _require_cuda("GPU_SLEEP")
     device = torch.cuda.current_device() if device is None else device
 
-    def act(stop: threading.Event) -> None:
-        del stop
+    def act(_: threading.Event) -> None:
         with torch.cuda.device(device):
             # The same thread's default stream blocks the other streams of the device.
             torch.cuda._sleep(_FOR_EVER_CYCLES)  # noqa: SLF001 - torch has no other one
@@ -168,14 +157,11 @@ def exhaust_gpu_memory() -> Action:
     """Prepare to take the memory of the current device until there is none."""
     torch, device = _current_device("OOM_GPU")
 
-    def act(stop: threading.Event) -> None:
-        def take(size: int) -> Any:
-            return torch.empty(size, dtype=torch.uint8, device=device)
+    def take(size: int) -> Any:
+        return torch.empty(size, dtype=torch.uint8, device=device)
 
-        sizes = _GPU_LARGEST_BLOCK, _GPU_SMALLEST_BLOCK
-        _hold_all(stop, take, sizes, torch.cuda.OutOfMemoryError)
-
-    return Action(act)
+    sizes = _GPU_LARGEST_BLOCK, _GPU_SMALLEST_BLOCK
+    return Action(lambda stop: _hold_all(stop, take, sizes, torch.cuda.OutOfMemoryError))
 
 
 def _require_cuda(fault: str) -> Any:
@@ -202,30 +188,24 @@ def skew_clock() -> Action:
     """Prepare to set the clock an hour ahead until the fault is cancelled or the program ends."""
     if not _may_set_clock():
         raise refusal("CLOCK_SKEW", "this process may not set the clock (CAP_SYS_TIME)")
-    return Skew(time.time, lambda wall_s: time.clock_settime(time.CLOCK_REALTIME, wall_s))
+    is_ahead = False
 
-
-class Skew(Action):
-    """Owns one jump ahead and the jump back."""
-
-    def __init__(self, read: Callable[[], float], write: Callable[[float], object]) -> None:
-        super().__init__(self._jump)
-        self._read = read
-        self._write = write
-        self._ahead = False
-
-    def _jump(self, stop: threading.Event) -> None:
-        self._write(self._read() + SKEW_S)
-        self._ahead = True
-        atexit.register(self._go_back)
-        stop.wait()
-        self._go_back()
-
-    def _go_back(self) -> None:
-        atexit.unregister(self._go_back)
-        ahead, self._ahead = self._ahead, False
+    def go_back() -> None:
+        nonlocal is_ahead
+        atexit.unregister(go_back)
+        ahead, is_ahead = is_ahead, False
         if ahead:
-            self._write(self._read() - SKEW_S)
+            time.clock_settime(time.CLOCK_REALTIME, time.time() - SKEW_S)
+
+    def act(stop: threading.Event) -> None:
+        nonlocal is_ahead
+        time.clock_settime(time.CLOCK_REALTIME, time.time() + SKEW_S)
+        is_ahead = True
+        atexit.register(go_back)
+        stop.wait()
+        go_back()
+
+    return Action(act)
 
 
 def _may_set_clock() -> bool:
