@@ -58,12 +58,12 @@ class GPUMemoryLogger:
 
 def _ask(rank: int) -> Any:
     from ._health.check import log_once
-    from ._health.devices import resolve_device, session
+    from ._health.devices import ask, resolve_device
     from ._health.nvml import NvmlError, NvmlUnavailableError
 
     try:
         device = resolve_device(rank)
-        return None if device is None else session().ask("memory", device)
+        return None if device is None else ask("memory", device)
     except NvmlUnavailableError as error:
         log_once("memory", logging.WARNING, f"GPU memory cannot be told: {error}")
     except NvmlError as error:

@@ -161,10 +161,8 @@ _TRUE = frozenset({"1", "true", "yes", "on"})
 
 
 def nvml_timeout_s() -> float:
-    value = _number("NVRX_NVML_TIMEOUT_S", f"using {_DEFAULT_NVML_TIMEOUT_S:g}")
-    if value is None or value <= 0:
-        return _DEFAULT_NVML_TIMEOUT_S
-    return min(value, _MAX_TIMEOUT_S)
+    value = _number("NVRX_NVML_TIMEOUT_S", f"using {_DEFAULT_NVML_TIMEOUT_S:g}") or 0.0
+    return min(value, _MAX_TIMEOUT_S) if value > 0 else _DEFAULT_NVML_TIMEOUT_S
 
 
 def nvml_in_helper() -> bool:

@@ -90,8 +90,9 @@ class NvmlSession:
 _session = NvmlSession()
 
 
-def session() -> NvmlSession:
-    return _session
+def ask(query: str, *arguments: Any) -> Any:
+    """Ask the present session; see `NvmlSession.ask`."""
+    return _session.ask(query, *arguments)
 
 
 def set_nvml(binding: Any) -> None:
@@ -178,8 +179,7 @@ _MIN_MIG_UUID_LENGTH = len("MIG-") + 36
 def selected_devices(device_index: int | None) -> list[int | str]:
     """Return the devices to look at: the one of a local rank, or all of this node."""
     if device_index is None:
-        count = session().ask("device_count")
-        return list(range(count))
+        return list(range(ask("device_count")))
     device = resolve_device(device_index)
     return [] if device is None else [device]
 
@@ -189,7 +189,6 @@ def resolve_device(rank: int) -> int | str | None:
     device = device_of_rank(rank, os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not isinstance(device, str):
         return device
-    ask = session().ask
     uuids = [ask("uuid", index) for index in range(ask("device_count"))]
     if device.upper().startswith("MIG-"):
         # The older form, MIG-GPU-<uuid>/<instance>/<instance>, is what the driver gives as well.
@@ -218,7 +217,7 @@ class PynvmlMixin:
         try:
             device = resolve_device(local_rank)
             if isinstance(device, int):
-                count: int = session().ask("device_count")
+                count: int = ask("device_count")
                 return 0 <= device < count
         except NvmlCallError as error:
             return False if error.code == NvmlCallError.NOT_FOUND else None
@@ -295,7 +294,6 @@ class DeviceCheck(PeriodicCheck, PynvmlMixin):
 
 
 def _or_none(query: str, *arguments: Any) -> Any:
-    ask: Callable[..., Any] = session().ask
     try:
         return ask(query, *arguments)
     except NvmlError:

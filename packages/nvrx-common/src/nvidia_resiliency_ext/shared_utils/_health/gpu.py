@@ -14,7 +14,7 @@ from typing import Any
 
 from . import check
 from .check import Finding
-from .devices import DeviceCheck, device_label, selected_devices, session
+from .devices import DeviceCheck, ask, device_label, selected_devices
 from .nvml import UNSUPPORTED, NvmlCallError, NvmlError, NvmlUnavailableError
 from .pci import normal_bus_id
 
@@ -181,17 +181,17 @@ class GPUHealthCheck(DeviceCheck):
         return self._with_xids(finding)
 
     def _why_disabled(self) -> str | None:
-        version = session().ask("driver_version")
+        version = ask("driver_version")
         major = driver_major(version)
         if major is not None and major < MIN_DRIVER_MAJOR:
             return f"driver {version} is older than {MIN_DRIVER_MAJOR}"
-        if session().ask("field_number", _RECOVERY_FIELD) is None:
+        if ask("field_number", _RECOVERY_FIELD) is None:
             return "this binding does not know the recovery action: upgrade nvidia-ml-py"
         return None
 
     def _examine_all(self, expected: int, *, is_old: bool) -> Finding:
         wanted = {} if is_old else {"recovery_action": _RECOVERY_FIELD, **_NUMBER_FIELDS}
-        numbers = {name: session().ask("field_number", field) for name, field in wanted.items()}
+        numbers = {name: ask("field_number", field) for name, field in wanted.items()}
         known = {name: number for name, number in numbers.items() if number is not None}
         gpus = [_read(device, known) for device in selected_devices(self.device_index)]
         if self.device_index is None:
@@ -229,7 +229,6 @@ class GPUHealthCheck(DeviceCheck):
 def _read(device: int | str, known: dict[str, int]) -> dict[str, Any]:
     """Return the evidence on one GPU; what could not be told is left out."""
     found: dict[str, Any] = {"gpu": device_label(device)}
-    ask = session().ask
     try:
         bus_id = normal_bus_id(ask("bus_id", device))
         values = ask("fields", device, [[number, 0] for number in known.values()]) if known else []

@@ -54,7 +54,6 @@ class DriverHungError(NvmlError, StuckError):
         return f"hung driver: NVML {StuckError.__str__(self)}"
 
 
-Answer = Any
 FieldValue = tuple[int, int]  # nvmlReturn_t, value
 
 UNSUPPORTED = frozenset(
@@ -100,7 +99,7 @@ class NvmlQueries:
         self._nvml = binding
         self._was_open = False
 
-    def answer(self, query: str, arguments: Sequence[Any]) -> Answer:
+    def answer(self, query: str, arguments: Sequence[Any]) -> Any:
         """Answer one question, by the name of a method below; open the session when needed."""
         ask = getattr(self, query)
         try:

@@ -114,7 +114,7 @@ _PATH_MODULE = "nvidia_resiliency_ext.shared_utils.storage_probe"
 class _Probes:
     """Asks children about paths, many at once; one that hangs is not asked about again."""
 
-    def __init__(self, command: Callable[[str], list[str]]) -> None:
+    def __init__(self, *command: str) -> None:
         self._command = command
         self._hanging: dict[str, Probe] = {}
 
@@ -149,7 +149,7 @@ class _Probes:
         if left_s <= 0:
             return f"was not asked: {_AT_ONCE} others do not answer"
         try:
-            probe = Probe.start(self._command(path))
+            probe = Probe.start([*self._command, path])
         except ChildStartError as error:
             return f"cannot be probed: {error}"
         output = probe.result(min(each_s, left_s))
@@ -200,7 +200,7 @@ class DistributedStorageHealthCheck(PeriodicCheck):
         self._lustre = f"{os.fspath(sysfs_root).rstrip('/')}/fs/lustre/health_check"
         self._mountinfo = os.fspath(mountinfo)
         self._caller = DeadlineCaller()
-        self._probes = _Probes(_mount_command)
+        self._probes = _Probes(sys.executable, "-I", "-S", _PROBE_FILE, "--mount", "--")
         self._writable = {mount.path for mount in self._mounts() or () if not mount.is_read_only}
 
     def _examine(self) -> Finding:
@@ -286,7 +286,8 @@ class StoragePathHealthCheck(Check):
         self.paths = list(paths or ())
         self.component = ", ".join(str(path) for path in self.paths if path) or "no path"
         self._timeout_s = timeout_s
-        self._probes = _Probes(_path_command(write=write))
+        options = ["--write"] if write else []
+        self._probes = _Probes(sys.executable, "-m", _PATH_MODULE, *options, "--")
 
     def _examine(self) -> Finding:
         given = [path for path in self.paths if path is not None and path != ""]
@@ -302,12 +303,3 @@ class StoragePathHealthCheck(Check):
         if problems:
             return Finding("unhealthy", "; ".join(problems), evidence)
         return Finding("healthy", evidence=evidence)
-
-
-def _mount_command(path: str) -> list[str]:
-    return [sys.executable, "-I", "-S", _PROBE_FILE, "--mount", "--", path]
-
-
-def _path_command(*, write: bool) -> Callable[[str], list[str]]:
-    options = ["--write"] if write else []
-    return lambda path: [sys.executable, "-m", _PATH_MODULE, *options, "--", path]
