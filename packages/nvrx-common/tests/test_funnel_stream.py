@@ -4,6 +4,8 @@
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,9 +16,9 @@ from nvidia_resiliency_ext.shared_utils._funnel.client.limits import (
     Backoff,
     Chunk,
     MemoryBudget,
-    Verdict,
-    evaluate,
+    Notices,
 )
+from nvidia_resiliency_ext.shared_utils._funnel.client.send_buffer import SendBuffer
 from nvidia_resiliency_ext.shared_utils._funnel.client.spill import Identity, Spill, adopt
 from nvidia_resiliency_ext.shared_utils._funnel.client.stream import Stream
 
@@ -317,21 +319,33 @@ def test_any_order_of_events_loses_and_doubles_nothing(tmp_path: Path, seed: int
 
 
 @pytest.mark.parametrize(
-    ("code", "is_plain", "verdict"),
+    ("code", "is_plain", "expected"),
     [
-        ("UNAVAILABLE", False, Verdict.RETRY),
-        ("OK", False, Verdict.RETRY),
-        ("RESOURCE_EXHAUSTED", False, Verdict.RETRY),
-        ("UNIMPLEMENTED", False, Verdict.FALL_BACK),
-        ("UNIMPLEMENTED", True, Verdict.RETRY_SLOWLY),
-        ("UNAUTHENTICATED", False, Verdict.RETRY_SLOWLY),
-        ("PERMISSION_DENIED", True, Verdict.RETRY_SLOWLY),
-        ("INVALID_ARGUMENT", False, Verdict.REFUSED),
+        ("UNAVAILABLE", False, (True, False, "short")),
+        ("UNAVAILABLE", True, (True, False, "short")),
+        ("OK", False, (True, False, "short")),
+        ("RESOURCE_EXHAUSTED", False, (True, False, "short")),
+        ("UNIMPLEMENTED", False, (True, True, "none")),
+        ("UNIMPLEMENTED", True, (True, True, "long")),
+        ("UNAUTHENTICATED", False, (True, False, "long")),
+        ("PERMISSION_DENIED", True, (True, True, "long")),
+        ("INVALID_ARGUMENT", True, (False, False, "none")),
     ],
 )
-def test_verdicts(code: str, is_plain: bool, verdict: Verdict) -> None:
-    """Each end of a call leads to what may help."""
-    assert evaluate(code, is_plain=is_plain) is verdict
+def test_each_end_of_a_call_leads_to_what_may_help(
+    code: str, is_plain: bool, expected: tuple[bool, bool, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The status says whether there is another call, of which kind, and after what pause."""
+    pauses: list[float] = []
+    monkeypatch.setattr(SendBuffer, "_run", lambda _: None)
+    monkeypatch.setattr(SendBuffer, "_pause", lambda _, seconds: pauses.append(seconds))
+    stream = Stream(MemoryBudget(1 << 20, 0), None, drops=False, window_bytes=WINDOW)
+    link: Any = SimpleNamespace(endpoint="host:1")
+    send_buffer = SendBuffer("/a", stream, "s", link, Notices(), write_timeout_s=1.0)
+    send_buffer._is_plain = is_plain
+    goes_on = send_buffer._after(code, "why", has_progressed=False)
+    pause = "none" if not pauses else "long" if pauses[0] > 20 else "short"
+    assert (goes_on, send_buffer._is_plain, pause) == expected
 
 
 def test_backoff_spreads_and_starts_again() -> None:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that all parts of the client share: limits, delays, notices, a server's verdicts."""
+"""Values that all parts of the client share: limits, delays, notices."""
 
 from __future__ import annotations
 
-import enum
 import logging
 import random
 import threading
@@ -165,22 +164,3 @@ class MemoryBudget:
                 self._changed.wait_for(lambda: self.version != version, timeout_s)
             finally:
                 self._waiters -= 1
-
-
-class Verdict(enum.Enum):
-    """What to do next."""
-
-    RETRY = "retry"  # the server is away or went away
-    FALL_BACK = "fall back"  # the server does not know acknowledged streams
-    RETRY_SLOWLY = "retry slowly"
-    """Nothing helps but a person: a wrong token, or something that is no log server."""
-    REFUSED = "refused"  # the server will never take this target
-
-
-def evaluate(code: str, *, is_plain: bool) -> Verdict:
-    """Return what to do after a call that ended with a gRPC status of that name."""
-    if code == "UNIMPLEMENTED":
-        return Verdict.RETRY_SLOWLY if is_plain else Verdict.FALL_BACK
-    if code in {"UNAUTHENTICATED", "PERMISSION_DENIED"}:
-        return Verdict.RETRY_SLOWLY
-    return Verdict.REFUSED if code == "INVALID_ARGUMENT" else Verdict.RETRY
