@@ -56,12 +56,13 @@ class AbandonableCall(Generic[T]):
         self.name = name
         self.pid = os.getpid()
         self.ended = threading.Event()
-        self._function: Callable[[], T] | None = function
         self._values: list[T] = []
         self._errors: list[BaseException] = []
         self._start = time.monotonic()
         thread_name = name if name.startswith("nvrx-") else f"nvrx-{name}"
-        threading.Thread(target=self._run, name=thread_name[:60], daemon=True).start()
+        threading.Thread(
+            target=self._run, args=(function,), name=thread_name[:60], daemon=True
+        ).start()
 
     def age_s(self) -> float:
         """Return the seconds since the call began."""
@@ -77,9 +78,7 @@ class AbandonableCall(Generic[T]):
             # The error's frames hold this object, which would hold them in turn.
             self._errors.clear()
 
-    def _run(self) -> None:
-        function, self._function = self._function, None
-        assert function is not None
+    def _run(self, function: Callable[[], T]) -> None:
         try:
             self._values.append(function())
         except BaseException as error:  # noqa: BLE001 - raised again by `result`

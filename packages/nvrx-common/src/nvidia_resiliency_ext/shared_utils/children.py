@@ -8,6 +8,7 @@ told apart by their start time. Setting `NVRX_FORCE_NO_PIDFD=1` forces that path
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import logging
@@ -95,17 +96,14 @@ def pidfd_available() -> bool:
     """Return whether processes can be watched and signalled through pidfds; probed once."""
     if os.environ.get("NVRX_FORCE_NO_PIDFD") == "1" or not hasattr(os, "pidfd_open"):
         return False
-    try:
+    with contextlib.suppress(OSError):
         descriptor = os.pidfd_open(os.getpid())
-    except OSError:
-        return False
-    try:
-        signals.pidfd_send_signal(descriptor, 0)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+        try:
+            signals.pidfd_send_signal(descriptor, 0)
+        finally:
+            os.close(descriptor)
+        return True
+    return False
 
 
 def wait_readable(descriptor: int, timeout_s: float | None) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator
 from typing import Any, Final, NoReturn
 
 from .console import write_out
@@ -101,13 +100,12 @@ def _shown(action: argparse.Action) -> list[str]:
 
 def _words_of(action: argparse.Action) -> list[str]:
     """Return the values that a flag takes, where these are a few words."""
-    words: Iterator[Any] | list[str] = iter(action.choices or ())
     metavar = action.metavar
     if isinstance(metavar, str) and re.fullmatch(r"\{[\w.-]+(,[\w.-]+)*\}", metavar):
-        words = metavar.strip("{}").split(",")
-    elif metavar == "BOOL":
-        words = ["true", "false"]
-    return [str(word) for word in words]
+        return metavar.strip("{}").split(",")
+    if metavar == "BOOL":
+        return ["true", "false"]
+    return [str(word) for word in action.choices or ()]
 
 
 class PrintCompletion(argparse.Action):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -142,17 +143,12 @@ def host_findings() -> Iterator[Finding]:
 def _has_memfd() -> bool:
     import fcntl
 
-    try:
+    with contextlib.suppress(OSError, AttributeError):
         fd = os.memfd_create("nvrx-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except (OSError, AttributeError):
-        return False
-    try:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-    except (OSError, AttributeError):
-        return False
-    finally:
-        os.close(fd)
-    return True
+        with open(fd, "rb") as file:
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        return True
+    return False
 
 
 def _shared_memory() -> Finding:

@@ -303,17 +303,13 @@ class _State:
         logger.addHandler(handler)
         for unused in self.handlers[:-1]:
             logger.removeHandler(unused)
-            _close(unused)
+            try:
+                unused.flush()
+            except (OSError, ValueError) as error:
+                # The disk is full or somebody closed the stream: the handler goes all the same.
+                logger.debug("log handler not flushed: %s", error)
+            unused.close()
             self.handlers.remove(unused)
-
-
-def _close(handler: logging.Handler) -> None:
-    try:
-        handler.flush()
-    except (OSError, ValueError) as error:
-        # The disk is full or somebody closed the stream: the handler goes all the same.
-        logging.getLogger(LogConfig.name).debug("log handler not flushed: %s", error)
-    handler.close()
 
 
 def _warn_once(message: str) -> None:

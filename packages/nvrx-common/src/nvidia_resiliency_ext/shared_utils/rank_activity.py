@@ -164,11 +164,9 @@ def _call_of(file: str, _line: int, name: str) -> Call:
         return Call.OWN
     if any(part in file for part in _COLLECTIVES):
         return Call.COLLECTIVE
-    if any(file.endswith(end) and name == called for end, called in _DEVICE_CALLS):
-        return Call.DEVICE
-    if "/torch/cuda/" in file and name in _SYNCHRONIZES:
-        return Call.DEVICE
-    return Call.OWN
+    waits = "/torch/cuda/" in file and name in _SYNCHRONIZES
+    runs = any(file.endswith(end) and name == called for end, called in _DEVICE_CALLS)
+    return Call.DEVICE if waits or runs else Call.OWN
 
 
 def inspect_kernel(pid: int) -> Kernel:

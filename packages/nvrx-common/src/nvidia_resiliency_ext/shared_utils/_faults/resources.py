@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import stat
 import threading
@@ -108,18 +109,11 @@ def disk_full() -> Action:
 
 def _set_oom_score(score: bytes) -> bytes | None:
     # Raising it is always allowed; lowering it again, to what it was, nearly always.
-    try:
-        descriptor = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        before = os.read(descriptor, 16)
-        os.write(descriptor, score)
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
-    return before
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "r+b", 0) as file:
+        before = file.read(16)
+        file.write(score)
+        return before
+    return None
 
 
 _FOR_EVER_CYCLES = 1 << 62

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from statistics import median
 
 from nvidia_resiliency_ext.shared_utils._events.read import EventFile, EventRecord
@@ -14,6 +15,7 @@ from nvidia_resiliency_ext.shared_utils._events.read import EventFile, EventReco
 from .timeline import Cycle, FaultNote
 
 _LARGEST = 1e15
+_at = attrgetter("at")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ def gather(files: Sequence[EventFile]) -> list[TimedEvent]:
             for event in file.events:
                 at = event.t if offset is None or event.m is None else event.m + offset
                 seen.append(TimedEvent(at - off_s, file.host, launch, event))
-    return sorted(seen, key=lambda event: event.at)
+    return sorted(seen, key=_at)
 
 
 def _launches(files: Sequence[EventFile]) -> list[list[EventFile]]:
@@ -166,8 +168,7 @@ class JobHistory:
     def between(self, kind: str, begin: float, end: float) -> list[TimedEvent]:
         """Return the events of one kind later than ``begin`` and not later than ``end``."""
         own = self.of_kind(kind)
-        first = bisect_right(own, begin, key=lambda event: event.at)
-        return own[first : bisect_right(own, end, key=lambda event: event.at)]
+        return own[bisect_right(own, begin, key=_at) : bisect_right(own, end, key=_at)]
 
 
 def build_history(seen: Sequence[TimedEvent]) -> JobHistory:
@@ -192,23 +193,19 @@ def build_history(seen: Sequence[TimedEvent]) -> JobHistory:
             faults[cycle].append(_fault(event, cycle))
     for cycle in cycles:
         faults[cycle] += _inprocess_faults(cycle, events[cycle], faults[cycle])
-        faults[cycle].sort(key=_noticed)
+        faults[cycle].sort(key=_at)
     windows = {cycle: _windows(cycle, events[cycle], faults[cycle]) for cycle in cycles}
     return JobHistory(
         start=start,
         end=end,
         cycles=tuple(cycles),
-        faults=tuple(sorted((each for own in faults.values() for each in own), key=_noticed)),
+        faults=tuple(sorted((each for own in faults.values() for each in own), key=_at)),
         windows=tuple(window for cycle in cycles for window in windows[cycle]),
         events=events,
         kinds=dict(kinds),
         cycle_faults=faults,
         cycle_windows=windows,
     )
-
-
-def _noticed(fault: FaultNote) -> float:
-    return fault.at
 
 
 def _hosts(seen: Sequence[TimedEvent]) -> tuple[str, ...]:

@@ -180,9 +180,7 @@ def _where(timeline: Timeline) -> str:
             f'<i{_hatch(name)} style="width:{share:.4%};background-color:var(--{name})"'
             f' title="{_safe(text)}"></i>'
         )
-        legend.append(
-            f'<li><i{_hatch(name)} style="background-color:var(--{name})"></i>{_safe(text)}</li>'
-        )
+        legend.append(_legend_item(name, text))
     summary = "; ".join(
         f"{CATEGORIES[name]} {seconds / timeline.wall_s:.1%}" for name, seconds in used
     )
@@ -191,6 +189,10 @@ def _where(timeline: Timeline) -> str:
         f'<div class="bar" role="img" aria-label="{_safe(summary)}">{"".join(pieces)}</div>'
         f'<ul class="legend">{"".join(legend)}</ul></section>'
     )
+
+
+def _legend_item(name: str, text: str) -> str:
+    return f'<li><i{_hatch(name)} style="background-color:var(--{name})"></i>{_safe(text)}</li>'
 
 
 def _hatch(name: str) -> str:
@@ -226,10 +228,7 @@ def _chart(timeline: Timeline) -> str:
 
 
 def _legend() -> str:
-    items = "".join(
-        f'<li><i{_hatch(name)} style="background-color:var(--{name})"></i>{label}</li>'
-        for name, label in CATEGORIES.items()
-    )
+    items = "".join(_legend_item(name, label) for name, label in CATEGORIES.items())
     return f'<ul class="legend">{items}<li>&times; fault</li></ul>'
 
 
