@@ -132,7 +132,7 @@ class NodeFile:
         self._versions = dict(versions or {})
         self._identity = (0, 0)
         self._lock = allocate_lock()
-        self._is_closed = False
+        self.is_closed = False
         self._is_line_torn = False
         self._next_open_at = 0.0
         self._why = ""
@@ -153,7 +153,7 @@ class NodeFile:
         if not self._lock.acquire(timeout=_LOCK_S):
             return "another thread holds it"
         try:
-            if self._is_closed:
+            if self.is_closed:
                 return "it is closed"
             # Looked at once more, now that no other thread changes anything.
             state = self._look()
@@ -172,21 +172,19 @@ class NodeFile:
             os.makedirs(self.directory, mode=0o700, exist_ok=True)
             fd = self._find_or_make(is_new=is_new)
             found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                raise OSError(errno.EPERM, "not a regular file of this user")  # noqa: TRY301
         except OSError as error:
-            why = error.strerror or type(error).__name__
-        else:
-            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
-                self._identity = (found.st_dev, found.st_ino)
-                self.fd = fd
-                return ""
-            why = "not a regular file of this user"
-        if fd >= 0:
-            os.close(fd)
-        self._next_open_at = time.monotonic() + _REOPEN_AFTER_S
-        return why
+            if fd >= 0:
+                os.close(fd)
+            self._next_open_at = time.monotonic() + _REOPEN_AFTER_S
+            return error.strerror or type(error).__name__
+        self._identity = (found.st_dev, found.st_ino)
+        self.fd = fd
+        return ""
 
     def close(self) -> None:
-        self._is_closed = True
+        self.is_closed = True
         if self._lock.acquire(timeout=_LOCK_S):
             try:
                 self._let_go(self._look())
@@ -253,16 +251,14 @@ class NodeFile:
             }
         )
         fd = os.open(self.path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
-        written = -1
         try:
-            written = os.write(fd, header)
-        finally:
-            if written < len(header):
-                # Who opened it meanwhile notices that it has no name any more and opens it anew.
-                os.close(fd)
-                os.unlink(self.path)
-        if written < len(header):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if os.write(fd, header) < len(header):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # noqa: TRY301 - as of `write`
+        except BaseException:
+            # Who opened it meanwhile notices that it has no name any more and opens it anew.
+            os.close(fd)
+            os.unlink(self.path)
+            raise
         return fd
 
 
@@ -299,7 +295,6 @@ class EventLog:
         self.src = src
         self.max_bytes = max_bytes
         self._file = file
-        self._is_closed = False
         self._has_warned = False
         self._has_logged_limit = False
         self._dropped_count = 0
@@ -430,11 +425,10 @@ class EventLog:
         """Tell what was dropped and close the file; later events are ignored."""
         if self._dropped_count and self._is_usable():
             self._record_dropped()
-        self._is_closed = True
         self._file.close()
 
     def _append(self, kind: str, fields: Mapping[str, object]) -> None:
-        if self._is_closed:
+        if self._file.is_closed:
             return
         try:
             line = encode_line(fields)
