@@ -350,7 +350,7 @@ def test_each_end_of_a_call_leads_to_what_may_help(
 
 def test_backoff_spreads_and_starts_again() -> None:
     """Delays are spread over the whole interval, grow to 5 s, and begin small after a success."""
-    backoff = Backoff(random.Random(1))
+    backoff = Backoff()
     assert backoff.next_s() <= 0.1
     for _ in range(20):
         backoff.next_s()

@@ -89,23 +89,22 @@ SLOW_RETRY_S = 30.0  # between tries that only a person can make succeed
 
 _FIRST_S = 0.1
 _LONGEST_S = 5.0
-_MOST_DOUBLINGS = 10
 
 
 class Backoff:
     """Delays that double up to 5 s, each drawn between 0 and all of it: clients spread out."""
 
-    def __init__(self, draw: random.Random | None = None) -> None:
-        self._draw = draw or random.Random()  # noqa: S311 - spreads load, guards nothing
-        self._failures = 0
+    def __init__(self) -> None:
+        self._draw = random.Random()  # noqa: S311 - spreads load, guards nothing
+        self.reset()
 
     def reset(self) -> None:
-        self._failures = 0
+        self._longest_s = _FIRST_S
 
     def next_s(self) -> float:
         """Return the seconds to wait after one more failure."""
-        longest_s = min(_LONGEST_S, _FIRST_S * 2.0 ** min(self._failures, _MOST_DOUBLINGS))
-        self._failures += 1
+        longest_s = self._longest_s
+        self._longest_s = min(_LONGEST_S, 2.0 * longest_s)
         return self._draw.uniform(0.0, longest_s)
 
     def slow_s(self) -> float:

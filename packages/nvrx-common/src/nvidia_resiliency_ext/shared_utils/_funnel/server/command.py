@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import os
 import sys
@@ -170,7 +171,9 @@ def run_program(
         options = parser.parse_args(arguments)
     except SystemExit as end:
         return int(end.code or 0)
-    process.log_to_stderr()
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     process.raise_file_limit()
     try:
         return serve(options)

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import ctypes
 import gc
-import logging
 import resource
 import signal
 import socket
@@ -105,12 +104,6 @@ def raise_file_limit() -> None:
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def log_to_stderr() -> None:
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
 
 
 def _keep_freed_memory() -> None:
