@@ -27,6 +27,12 @@ __all__ = ["AbandonableCall", "DeadlineCaller", "ParkedAtExit", "StuckError", "p
 
 T = TypeVar("T")
 
+PARK_S = 1.0
+LOOK_S = 0.005
+
+_threads: weakref.WeakSet[ParkedAtExit] = weakref.WeakSet()
+_at_exit = threading.Event()
+
 
 class StuckError(DeadlineExceededError):
     """Call `what` has not returned for `seconds` seconds."""
@@ -123,13 +129,6 @@ class DeadlineCaller:
             return running.result()
         finally:
             self._turn.release()
-
-
-PARK_S = 1.0
-LOOK_S = 0.005
-
-_threads: weakref.WeakSet[ParkedAtExit] = weakref.WeakSet()
-_at_exit = threading.Event()
 
 
 class ParkedAtExit(threading.Thread):

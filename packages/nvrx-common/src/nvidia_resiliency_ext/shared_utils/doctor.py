@@ -18,6 +18,14 @@ __all__ = ["Finding", "findings", "main", "package_versions"]
 
 
 Level = Literal["ok", "info", "warning", "error"]
+_DEADLINE_S = 20.0
+_LEVELS: dict[str, Level] = {"healthy": "ok", "skipped": "info", "unhealthy": "error"}
+_PR_GET_PDEATHSIG = 2
+_SMALL_SHM_BYTES = 256 * 1024 * 1024
+_TMP = "/tmp"  # noqa: S108 - looked at only
+_SHM = "/dev/shm"  # noqa: S108 - looked at only
+_MIB = 1024 * 1024
+_CONFLICT = "nvidia-resiliency-ext"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +83,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if any(finding.level == "error" for finding in found) else 0
 
 
-_DEADLINE_S = 20.0
-_LEVELS: dict[str, Level] = {"healthy": "ok", "skipped": "info", "unhealthy": "error"}
-
-
 def hardware_findings() -> Iterator[Finding]:
     """Yield one finding per health check; a check that does not end in time is an error."""
     from nvidia_resiliency_ext.shared_utils import health_check
@@ -100,13 +104,6 @@ def hardware_findings() -> Iterator[Finding]:
     for result in results:
         topic = f"{result.name.replace('_', ' ')} health"
         yield Finding(_LEVELS[result.status], topic, result.reason or result.status)
-
-
-_PR_GET_PDEATHSIG = 2
-_SMALL_SHM_BYTES = 256 * 1024 * 1024
-_TMP = "/tmp"  # noqa: S108 - looked at only
-_SHM = "/dev/shm"  # noqa: S108 - looked at only
-_MIB = 1024 * 1024
 
 
 def host_findings() -> Iterator[Finding]:
@@ -198,9 +195,6 @@ def _temporary_directory() -> Finding:
     free = f"{status.f_bavail * status.f_frsize // _MIB} MiB free"
     level: Level = "warning" if "read-only" in flags else "ok"
     return Finding(level, "temporary files", ", ".join([f"{path}: {free}", *flags]))
-
-
-_CONFLICT = "nvidia-resiliency-ext"
 
 
 def installed_versions() -> dict[str, str]:

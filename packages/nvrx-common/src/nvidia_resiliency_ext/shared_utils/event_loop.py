@@ -26,6 +26,7 @@ __all__ = ["EventLoop", "HasFileno", "SignalQueue", "Timer", "WakeUp", "WorkerTh
 # The kernel takes no more than 2**31 ms; waking once an hour costs nothing.
 LONGEST_WAIT_S = 3600.0
 MOST_CANCELLED = 8
+logger = logging.getLogger("nvrx")
 
 
 class HasFileno(Protocol):
@@ -294,9 +295,6 @@ class SignalQueue:
         """Close both ends."""
         self._reader.close()
         self._writer.close()
-
-
-logger = logging.getLogger("nvrx")
 
 
 class WorkerThread:

@@ -28,6 +28,15 @@ __all__ = [
     "validate_filepath",
 ]
 
+_OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_LONGEST_NAME_BYTES = 255
+_REMOVE_ROUNDS = 5
+_FIRST_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S = 0.001, 0.1
+# Numbers of linux/fcntl.h, where this Python does not know them.
+SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
+"""Seals of memory that no holder of its descriptor can shrink or grow."""
+_ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
+
 
 def validate_directory(dir_path: str | os.PathLike[str]) -> None:
     """Check that the directory `dir_path`, if it exists, can be trusted and read.
@@ -102,12 +111,6 @@ def _status_without_links(path: str) -> os.stat_result | None:
         if stat.S_ISLNK(status.st_mode):
             raise UnsafePathError(errno.ELOOP, f"{walked} is a symbolic link", path)
     return status
-
-
-_OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_LONGEST_NAME_BYTES = 255
-_REMOVE_ROUNDS = 5
-_FIRST_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S = 0.001, 0.1
 
 
 def open_append_beneath(root_fd: int, relpath: str | os.PathLike[str], mode: int = 0o600) -> int:
@@ -372,12 +375,6 @@ def lock_file(descriptor: int, timeout_s: float = 0.0) -> None:
         # The kernel's own wait has no deadline.
         time.sleep(min(pause_s, left_s))
         pause_s = min(2 * pause_s, _LONGEST_LOCK_PAUSE_S)
-
-
-# Numbers of linux/fcntl.h, where this Python does not know them.
-SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
-"""Seals of memory that no holder of its descriptor can shrink or grow."""
-_ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
 
 
 def shared_memory(name: str, size_bytes: int, directories: Iterable[str]) -> int:

@@ -33,6 +33,13 @@ __all__ = ["Channel", "connect", "listen", "set_ipc_socket_timeouts"]
 
 
 _TIMEVAL = struct.Struct("@ll")
+MAX_WAITING = 256
+_MAX_WAITING_BYTES = 16 << 20
+_READ_BYTES = 65536
+# Per call of `receive`, so that a peer that never stops sending cannot keep its caller.
+_MAX_READS = 16
+_MAX_FDS = 64
+_NEVER_WAITS = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
 
 
 def listen(path: str, backlog: int = 128) -> socket.socket:
@@ -124,15 +131,6 @@ def _remove_stale(path: str) -> None:
     if error != errno.ECONNREFUSED:
         raise FileExistsError(errno.EEXIST, "somebody listens on this socket", path)
     os.unlink(path)
-
-
-MAX_WAITING = 256
-_MAX_WAITING_BYTES = 16 << 20
-_READ_BYTES = 65536
-# Per call of `receive`, so that a peer that never stops sending cannot keep its caller.
-_MAX_READS = 16
-_MAX_FDS = 64
-_NEVER_WAITS = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
 
 
 @dataclass(slots=True)

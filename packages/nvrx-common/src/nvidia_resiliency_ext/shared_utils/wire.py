@@ -63,6 +63,8 @@ _PLAIN = frozenset((str, bool, type(None)))
 _COLLECTIONS: dict[str, type] = {"frozenset": frozenset, "map": dict, "set": set, "tuple": tuple}
 _TAGS = frozenset(("bytes", "float", *_COLLECTIONS))
 _SPECIAL_FLOATS = frozenset(("inf", "-inf", "nan"))
+_CREDENTIALS = struct.Struct("iII")
+_FD = struct.Struct("i")
 
 
 class MessageSet:
@@ -387,10 +389,6 @@ def _check(annotation: object) -> Check:
         )
     wanted = (float, int) if kind is float else kind  # to type checkers an integer is a float
     return lambda value: isinstance(value, wanted)
-
-
-_CREDENTIALS = struct.Struct("iII")
-_FD = struct.Struct("i")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

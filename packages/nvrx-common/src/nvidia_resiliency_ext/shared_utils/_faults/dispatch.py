@@ -45,6 +45,12 @@ SIGNALS = {
 _handlers: dict[Fault, Handler] = {}
 _registering = threading.Lock()
 
+logger = logging.getLogger("nvidia_resiliency_ext.shared_utils.inject_fault")
+_SWITCH = "NVRX_FAULT_INJECTION"
+_OFF = frozenset({"0", "false", "no", "off"})
+_HANDLER_WAIT_S = 0.05
+_JOIN_WAIT_S = 1.0
+
 
 def register_fault(
     fault_name_or_enum: str | Fault, handler: Callable[[float, Any], object]
@@ -78,14 +84,6 @@ def register_fault(
             fault = add_fault(fault_name_or_enum)
         _handlers[fault] = handler
     return fault
-
-
-logger = logging.getLogger("nvidia_resiliency_ext.shared_utils.inject_fault")
-
-_SWITCH = "NVRX_FAULT_INJECTION"
-_OFF = frozenset({"0", "false", "no", "off"})
-_HANDLER_WAIT_S = 0.05
-_JOIN_WAIT_S = 1.0
 
 
 @final

@@ -19,6 +19,15 @@ workload_raise_event = threading.Event()
 _taking = threading.Lock()
 
 _FOR_EVER_S = 2**31 - 1
+_SLICE_S = 0.05
+_HELPER = os.path.join(os.path.dirname(__file__), "signal_helper.py")
+# A live interpreter answers within its switch interval of 5 ms.
+_GRACE_S = 0.025
+_GRACE_WITH_CALLBACK_S = 1.0
+_WITHDRAW_WAIT_S = 5.0
+
+_waiting: collections.deque[Callable[[], object]] = collections.deque()
+_signal: signal.Signals | int | None = None
 
 
 def maybe_raise_workload_exception() -> None:
@@ -122,12 +131,6 @@ class SignalException(Action):
             signal.signal(signal.SIGUSR1, self._previous or signal.SIG_DFL)
 
 
-_SLICE_S = 0.05
-
-_waiting: collections.deque[Callable[[], object]] = collections.deque()
-_signal: signal.Signals | int | None = None
-
-
 def hang() -> Action:
     """Prepare a wait without end in the main thread."""
     _install("HANG")
@@ -174,13 +177,6 @@ def _handle(signum: int, frame: FrameType | None) -> None:
     del signum, frame
     while _waiting:
         _waiting.popleft()()
-
-
-_HELPER = os.path.join(os.path.dirname(__file__), "signal_helper.py")
-# A live interpreter answers within its switch interval of 5 ms.
-_GRACE_S = 0.025
-_GRACE_WITH_CALLBACK_S = 1.0
-_WITHDRAW_WAIT_S = 5.0
 
 
 class SignalFromOutside(Action):

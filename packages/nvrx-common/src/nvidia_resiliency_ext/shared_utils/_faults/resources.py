@@ -19,6 +19,13 @@ _LARGEST_BLOCK = 64 * _MIB
 _SMALLEST_BLOCK = 4096
 _LARGEST_DISK = 16 << 30
 _DISK_VARIABLE = "NVRX_FAULT_DISK_DIR"
+_FOR_EVER_CYCLES = 1 << 62
+_FAR_OUTSIDE = 1 << 40
+_GPU_LARGEST_BLOCK = 1 << 30
+_GPU_SMALLEST_BLOCK = 1 << 20
+SKEW_S = 3600.0
+_CAP_SYS_TIME = 25
+_WHOLE_MACHINE = ["0", "0", "4294967295"]
 
 
 def spin(stop: threading.Event) -> None:
@@ -116,12 +123,6 @@ def _set_oom_score(score: bytes) -> bytes | None:
     return None
 
 
-_FOR_EVER_CYCLES = 1 << 62
-_FAR_OUTSIDE = 1 << 40
-_GPU_LARGEST_BLOCK = 1 << 30
-_GPU_SMALLEST_BLOCK = 1 << 20
-
-
 def gpu_assert() -> Action:
     """Prepare an index far outside of its tensor, which the device asserts against."""
     torch, device = _current_device("GPU_ERROR")
@@ -171,11 +172,6 @@ def _require_cuda(fault: str) -> Any:
 def _current_device(fault: str) -> tuple[Any, int]:
     torch = _require_cuda(fault)
     return torch, torch.cuda.current_device()
-
-
-SKEW_S = 3600.0
-_CAP_SYS_TIME = 25
-_WHOLE_MACHINE = ["0", "0", "4294967295"]
 
 
 def skew_clock() -> Action:

@@ -17,6 +17,14 @@ from nvidia_resiliency_ext.shared_utils.console import plain
 
 Status = Literal["healthy", "unhealthy", "skipped"]
 
+logger = logging.getLogger("nvrx")
+
+_LONGEST_REASON = 2000
+_DEFAULT_NVML_TIMEOUT_S = 10.0
+_MAX_TIMEOUT_S = 86400.0
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_logged: dict[str, object] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -58,13 +66,6 @@ class HealthResult:
     def __bool__(self) -> bool:
         """Return False only when unhealthy."""
         return self.status != "unhealthy"
-
-
-logger = logging.getLogger("nvrx")
-
-_LONGEST_REASON = 2000
-
-_logged: dict[str, object] = {}
 
 
 def log_once(key: str, level: int, message: str) -> None:
@@ -153,11 +154,6 @@ class PeriodicCheck(Check):
             is_healthy = await loop.run_in_executor(None, self)
             if not is_healthy and self.on_failure is not None:
                 await self.on_failure()
-
-
-_DEFAULT_NVML_TIMEOUT_S = 10.0
-_MAX_TIMEOUT_S = 86400.0
-_TRUE = frozenset({"1", "true", "yes", "on"})
 
 
 def nvml_timeout_s() -> float:

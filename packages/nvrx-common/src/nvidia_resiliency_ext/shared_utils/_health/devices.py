@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 lock = threading.RLock()
 """Held for one driver call at a time by the session; others may hold it around calls of theirs."""
 
+_MIN_MIG_UUID_LENGTH = len("MIG-") + 36
+
 
 class NvmlSession:
     """Asks `NvmlQueries` in a thread per call, or in a helper process in a forked child."""
@@ -171,9 +173,6 @@ def _entries(visible: str) -> list[int | str]:
             # CUDA ignores what follows the first entry that makes no sense, such as -1.
             break
     return found
-
-
-_MIN_MIG_UUID_LENGTH = len("MIG-") + 36
 
 
 def selected_devices(device_index: int | None) -> list[int | str]:

@@ -26,6 +26,26 @@ _LIMIT_BYTES = 16 << 20
 _LIMIT_XIDS = 50
 _TEXT_LENGTH = 200
 
+MIN_DRIVER_MAJOR = 570  # the first driver that tells which recovery action a GPU needs
+
+_ACTIONS = {
+    1: "reset the GPU",
+    2: "reboot the node",
+    3: "drain peer-to-peer traffic",
+    4: "drain and reset the GPU",
+    5: "recover the IMEX domain",
+    6: "reset the bus",
+    7: "reboot the system",
+}
+_RECOVERY_FIELD = "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION"
+_NUMBER_FIELDS = {
+    "ecc_uncorrected": "NVML_FI_DEV_ECC_DBE_VOL_TOTAL",
+    "ecc_corrected": "NVML_FI_DEV_ECC_SBE_VOL_TOTAL",
+    "remapped_rows_uncorrected": "NVML_FI_DEV_REMAPPED_UNC",
+    "remap_pending": "NVML_FI_DEV_REMAPPED_PENDING",
+    "remap_failure": "NVML_FI_DEV_REMAPPED_FAILURE",
+}
+
 
 def seconds_since_boot(wall_s: float) -> float:
     """Return a moment of the wall clock as the kernel's log counts; never below zero."""
@@ -77,19 +97,6 @@ def _lines(path: str) -> Iterator[str]:
         yield rest.decode("utf-8", "replace")
 
 
-MIN_DRIVER_MAJOR = 570  # the first driver that tells which recovery action a GPU needs
-
-_ACTIONS = {
-    1: "reset the GPU",
-    2: "reboot the node",
-    3: "drain peer-to-peer traffic",
-    4: "drain and reset the GPU",
-    5: "recover the IMEX domain",
-    6: "reset the bus",
-    7: "reboot the system",
-}
-
-
 def driver_major(version: str) -> int | None:
     """Return the first number of a driver's version, `None` if it has none."""
     first = version.partition(".")[0].strip()
@@ -107,16 +114,6 @@ def _problem_of(gpu: Mapping[str, Any]) -> str | None:
     if gpu.get("remap_failure"):
         return f"{gpu['gpu']}: remapping a row of memory has failed"
     return None
-
-
-_RECOVERY_FIELD = "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION"
-_NUMBER_FIELDS = {
-    "ecc_uncorrected": "NVML_FI_DEV_ECC_DBE_VOL_TOTAL",
-    "ecc_corrected": "NVML_FI_DEV_ECC_SBE_VOL_TOTAL",
-    "remapped_rows_uncorrected": "NVML_FI_DEV_REMAPPED_UNC",
-    "remap_pending": "NVML_FI_DEV_REMAPPED_PENDING",
-    "remap_failure": "NVML_FI_DEV_REMAPPED_FAILURE",
-}
 
 
 class GPUHealthCheck(DeviceCheck):

@@ -18,6 +18,20 @@ from .devices import PynvmlMixin, resolve_device
 from .nvml import NvmlError
 from .pci import PciMixin, TopologyError, natural_key, read_topology
 
+WINDOW_S = 60.0  # how long growth is watched before it is compared with a limit per minute anew
+_READ_TIMEOUT_S = 10.0
+_EVIDENCE = (
+    "symbol_error",
+    "link_error_recovery",
+    "port_rcv_errors",
+    "local_link_integrity_errors",
+    "excessive_buffer_overrun_errors",
+)
+_GONE = "gone"
+_LONGEST_STATE = 40
+
+logger = logging.getLogger("nvrx")
+
 
 def match_nics(
     gpus: Mapping[int, Sequence[str]], nics: Mapping[str, Sequence[str]]
@@ -55,9 +69,6 @@ def _distance(above_gpu: Sequence[str], above_nic: Sequence[str]) -> int | None:
     return None
 
 
-WINDOW_S = 60.0  # how long growth is watched before it is compared with a limit per minute anew
-
-
 def is_active(state: str) -> bool:
     """Return whether a port's state, such as `4: ACTIVE` or `ACTIVE`, is the one that works."""
     return state.rpartition(":")[2].strip().upper() == "ACTIVE"
@@ -92,18 +103,6 @@ def too_fast(
         if limit is not None and rate > limit:
             found[key] = round(rate, 1)
     return found
-
-
-logger = logging.getLogger("nvrx")
-
-_READ_TIMEOUT_S = 10.0
-_EVIDENCE = (
-    "symbol_error",
-    "link_error_recovery",
-    "port_rcv_errors",
-    "local_link_integrity_errors",
-    "excessive_buffer_overrun_errors",
-)
 
 
 class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
@@ -267,10 +266,6 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
         except TopologyError as error:
             logger.error("adapters cannot be matched to GPUs: %s", error)  # noqa: TRY400
             return {}
-
-
-_GONE = "gone"
-_LONGEST_STATE = 40
 
 
 class NicLinkStateHealthCheck(Check):

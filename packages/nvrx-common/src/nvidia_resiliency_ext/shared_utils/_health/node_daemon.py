@@ -13,6 +13,8 @@ from .check import Finding, PeriodicCheck, log_once
 from .storage import parse_object
 
 _TEXT_LENGTH = 500
+_DEFAULT_ARGS = ("--no-slurm", "--group", "prolog", "epilog", "logs", "gpu")
+_ANSWER_LIMIT_BYTES = 1 << 20
 
 
 def socket_of(socket_path: str | None, endpoint: str | None) -> str | None:
@@ -48,10 +50,6 @@ def evaluate_answer(answer: Any) -> Finding:
         return Finding("unhealthy", problem, evidence)
     reason = "the daemon's answer has no usable details" if details is None else ""
     return Finding("healthy", reason, evidence)
-
-
-_DEFAULT_ARGS = ("--no-slurm", "--group", "prolog", "epilog", "logs", "gpu")
-_ANSWER_LIMIT_BYTES = 1 << 20
 
 
 class NodeHealthCheck(PeriodicCheck):

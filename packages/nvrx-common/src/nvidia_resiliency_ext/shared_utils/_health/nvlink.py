@@ -19,6 +19,8 @@ _LANE_PORTS = 6
 _DL_COUNTERS = {"dl_replay": 0, "dl_recovery": 1}
 
 Counters = dict[str, int]
+_MAX_LINKS = 36
+_COUNT_FIELD = 91  # NVML_FI_DEV_NVLINK_LINK_COUNT
 
 
 def _scoped(device: int | str, port: int) -> Counters | None:
@@ -89,10 +91,6 @@ class Port:
         if is_absent:
             self._methods = ()
         return {}
-
-
-_MAX_LINKS = 36
-_COUNT_FIELD = 91  # NVML_FI_DEV_NVLINK_LINK_COUNT
 
 
 def link_count(device: int | str) -> int:

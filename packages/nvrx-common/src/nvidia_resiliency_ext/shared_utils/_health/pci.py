@@ -12,6 +12,14 @@ from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
 
 _BUS_ID = re.compile(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])")
+_LIMIT_BYTES = 8 << 20
+_LIMIT_DEPTH = 100
+_LIMIT_DEVICES = 10000
+_NIC_PORTS_LIMIT_BYTES = 4096
+_LONGEST_COUNT = 20  # digits of 64 bits
+_ADAPTER = re.compile(r"\{nic\}|\{dev_name\}")
+_PORT = re.escape("{port}")
+_COUNTER_FOLDERS = ("counters", "hw_counters")
 
 
 def normal_bus_id(text: str) -> str | None:
@@ -65,11 +73,6 @@ class PciMixin:
         return mapping
 
 
-_LIMIT_BYTES = 8 << 20
-_LIMIT_DEPTH = 100
-_LIMIT_DEVICES = 10000
-
-
 class TopologyError(NvrxError):
     """The topology file cannot be used; the message says why."""
 
@@ -117,13 +120,6 @@ def parse_topology(data: bytes) -> dict[str, list[str]]:
     except expat.ExpatError as error:
         raise TopologyError(f"no XML: {error}") from error
     return above
-
-
-_NIC_PORTS_LIMIT_BYTES = 4096
-_LONGEST_COUNT = 20  # digits of 64 bits
-_ADAPTER = re.compile(r"\{nic\}|\{dev_name\}")
-_PORT = re.escape("{port}")
-_COUNTER_FOLDERS = ("counters", "hw_counters")
 
 
 def names(template: str, sysfs_root: str) -> list[str]:

@@ -26,6 +26,16 @@ MOUNTINFO = "/proc/self/mountinfo"
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _FIELDS_BEFORE = 6
 _FIELDS_BEHIND = 3
+_KINDS = ("lustre", "nfs", "nfs4")
+_MOUNT_TIMEOUT_S = 15.0
+_PATH_TIMEOUT_S = 5.0
+_FILE_TIMEOUT_S = 5.0
+_START_S = 5.0
+_AT_ONCE = 32
+_PROBE_FILE = os.path.join(
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "storage_probe.py"
+)
+_PATH_MODULE = "nvidia_resiliency_ext.shared_utils.storage_probe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +107,6 @@ def evaluate_paths(answer: Mapping[str, Any]) -> str | None:
         if answer.get(kind)
     ]
     return "; ".join(problems) or None
-
-
-_KINDS = ("lustre", "nfs", "nfs4")
-_MOUNT_TIMEOUT_S = 15.0
-_PATH_TIMEOUT_S = 5.0
-_FILE_TIMEOUT_S = 5.0
-_START_S = 5.0
-_AT_ONCE = 32
-_PROBE_FILE = os.path.join(
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "storage_probe.py"
-)
-_PATH_MODULE = "nvidia_resiliency_ext.shared_utils.storage_probe"
 
 
 class _Probes:

@@ -38,6 +38,9 @@ _PREFIXES = (
 _NAMES = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TMPDIR", "LANG", "TZ"}
 )
+_MIB = 1024 * 1024
+_DEFAULT_MIB = 32
+_WRONG_INPUT = 2
 
 
 class Bundle:
@@ -189,11 +192,6 @@ def _text_of(path: str, limit: int) -> str:
     if b"\0" in data:
         raise ValueError("not a text")
     return data.decode("utf-8", "replace")
-
-
-_MIB = 1024 * 1024
-_DEFAULT_MIB = 32
-_WRONG_INPUT = 2
 
 
 def main(argv: Sequence[str], report_texts: Callable[[Sequence[str]], Mapping[str, str]]) -> int:

@@ -16,6 +16,14 @@ from .timeline import Cycle, FaultNote
 
 _LARGEST = 1e15
 _at = attrgetter("at")
+# What the wrapper's word for an interruption is as a cause.
+_INPROCESS_CAUSES = {
+    "UNRESPONSIVE": "node_lost",
+    "TERMINATED": "killed",
+    "HARD_TIMEOUT": "hang_heartbeat",
+    "SOFT_TIMEOUT": "hang_heartbeat",
+    "BASE_EXCEPTION": "exited",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +131,6 @@ def _finite(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if abs(value) < _LARGEST else None  # false for what is no number, too
-
-
-# What the wrapper's word for an interruption is as a cause.
-_INPROCESS_CAUSES = {
-    "UNRESPONSIVE": "node_lost",
-    "TERMINATED": "killed",
-    "HARD_TIMEOUT": "hang_heartbeat",
-    "SOFT_TIMEOUT": "hang_heartbeat",
-    "BASE_EXCEPTION": "exited",
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 
     from .timeline import Timeline
 
+_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+_TIMEOUT_S = 10.0  # of the exporter, which counts from the last byte that came
+_WHOLE_TIMEOUT_S = 20.0
+_PATH = "/v1/metrics"
+
+_caller = DeadlineCaller()
+
 
 @dataclass(frozen=True, slots=True)
 class Metric:
@@ -84,9 +91,6 @@ def _metric(
     return Metric(name, text, sums, label)
 
 
-_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
-
-
 def render_prometheus(timeline: Timeline) -> str:
     """Return the figures of `timeline` in the text format of Prometheus."""
     lines = []
@@ -97,13 +101,6 @@ def render_prometheus(timeline: Timeline) -> str:
             labels = f'{{{metric.label}="{of.translate(_ESCAPES)}"}}' if metric.label else ""
             lines.append(f"{metric.name}{labels} {value:.17g}")
     return "\n".join(lines) + "\n"
-
-
-_TIMEOUT_S = 10.0  # of the exporter, which counts from the last byte that came
-_WHOLE_TIMEOUT_S = 20.0
-_PATH = "/v1/metrics"
-
-_caller = DeadlineCaller()
 
 
 class ExportError(NvrxError, RuntimeError):

@@ -32,6 +32,12 @@ _NARROWEST = 40
 _MOST_ROWS = 20
 _LABEL_WIDTH = 18
 _FIGURES_WIDTH = 24
+_HOME = "\x1b[H"
+_CLEAR_LINE = "\x1b[K"
+_CLEAR_BELOW = "\x1b[J"
+_TICK_S = 1.0
+# Reading a large record again and again must not take more than this part of a core.
+_SHARE = 0.2
 
 
 def render_text(timeline: Timeline, width: int = 100) -> str:
@@ -146,11 +152,6 @@ def _wrap(line: str, width: int) -> list[str]:
     return wrap(line, width, subsequent_indent="    ", break_on_hyphens=False) or [""]
 
 
-_HOME = "\x1b[H"
-_CLEAR_LINE = "\x1b[K"
-_CLEAR_BELOW = "\x1b[J"
-
-
 def draw(timeline: Timeline, width: int, height: int, now: float) -> str:
     """Return what draws the present state over the one before."""
     ago = duration(max(0.0, now - timeline.end))
@@ -184,11 +185,6 @@ def _entries(timeline: Timeline) -> Iterator[tuple[object, float, str]]:
             yield key, each.at, f"restart {restart_line(each)}"
     for number, remark in enumerate(timeline.remarks):
         yield ("remark", number), remark.at, _remark_line(remark)
-
-
-_TICK_S = 1.0
-# Reading a large record again and again must not take more than this part of a core.
-_SHARE = 0.2
 
 
 def follow(

@@ -8,6 +8,25 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+# Where a second can go, in the order in which a report shows them.
+CATEGORIES = {
+    "productive": "productive",
+    "lost_work": "lost work",
+    "checkpoint_stall": "checkpoint stall",
+    "detection": "detection",
+    "stop": "stop",
+    "rendezvous": "rendezvous",
+    "startup": "start-up",
+    "restart_other": "other restart work",
+    "unknown": "unknown",
+}
+_MINUTE_S = 60
+_HOUR_S = 3600
+_DAY_S = 86400
+_SHORT_S = 10
+_KIB = 1024
+_LONGEST_CAUSE = 1000  # what hangs and who waited for it are whole sentences
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -53,20 +72,6 @@ def coarsen(spans: Sequence[Span], start: float, end: float, count: int) -> list
         for part, own in sorted(shares.items())
     ]
     return merge(parts, width / 2)
-
-
-# Where a second can go, in the order in which a report shows them.
-CATEGORIES = {
-    "productive": "productive",
-    "lost_work": "lost work",
-    "checkpoint_stall": "checkpoint stall",
-    "detection": "detection",
-    "stop": "stop",
-    "rendezvous": "rendezvous",
-    "startup": "start-up",
-    "restart_other": "other restart work",
-    "unknown": "unknown",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,14 +210,6 @@ class Timeline:
 
 def _counted(names: list[str]) -> dict[str, int]:
     return dict(Counter(sorted(names)).most_common())
-
-
-_MINUTE_S = 60
-_HOUR_S = 3600
-_DAY_S = 86400
-_SHORT_S = 10
-_KIB = 1024
-_LONGEST_CAUSE = 1000  # what hangs and who waited for it are whole sentences
 
 
 def plain(text: str, limit: int = 200) -> str:
