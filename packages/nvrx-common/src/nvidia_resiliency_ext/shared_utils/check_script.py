@@ -15,6 +15,7 @@ import sys
 import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pkgutil import iter_modules
 from typing import Any
 
 from nvidia_resiliency_ext import distribution_versions
@@ -260,8 +261,6 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 
 
 def _nearest_module(name: str) -> str:
-    from pkgutil import iter_modules
-
     package, _, own = name.rpartition(".")
     try:
         folders = getattr(importlib.import_module(package), "__path__", ())

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from nvidia_resiliency_ext.shared_utils.console import write_out
@@ -73,7 +73,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     found += findings()
     if options.json:
         import json
-        from dataclasses import asdict
 
         lines = [json.dumps(asdict(finding)) for finding in found]
     else:

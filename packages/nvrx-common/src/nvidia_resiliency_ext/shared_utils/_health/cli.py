@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from nvidia_resiliency_ext.shared_utils.console import plain, write_out
 
@@ -71,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _line(result: HealthResult, *, as_json: bool) -> str:
     if as_json:
         import json
-        from dataclasses import asdict
 
         return json.dumps(asdict(result))
     text = result.reason or result.component

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import ModuleType
@@ -76,11 +77,9 @@ _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
 
 def load_binding() -> ModuleType:
-    from ctypes import CDLL
-
     try:
         # Looked for first: without a driver, importing the binding is most of what a check costs.
-        CDLL(_LIBRARY)
+        ctypes.CDLL(_LIBRARY)
     except OSError as error:
         raise NvmlUnavailableError(f"no NVIDIA driver: {error}") from error
     try:

@@ -197,18 +197,16 @@ def follow(
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     timeline: Timeline | None = None
     known: object = None
-    is_first = True
     try:
         if is_terminal:
             write_out("\x1b[2J")
         while timeline is None or not timeline.is_ended:
             began = time.monotonic()
-            before, state = timeline, _state(paths)
+            is_first, before, state = known is None, timeline, _state(paths)
             if state != known:
                 known, timeline = state, _next(read, timeline, is_terminal=is_terminal)
             if is_first and timeline is None:
                 write_err(f"nvrx-report: no record at {', '.join(paths)} yet: waiting for it\n")
-            is_first = False
             if timeline is not None:
                 if timeline is not before and seen is not None:
                     seen(timeline)
