@@ -294,7 +294,8 @@ class Upstream:
         """Wait until the root says that it is healthy; return why not, if it does not in time."""
         import grpc
 
-        check = self._channel.unary_unary(f"/{SERVICE}/HealthCheck")
+        decode = chunks.messages().HealthResponse.FromString
+        check = self._channel.unary_unary(f"/{SERVICE}/HealthCheck", response_deserializer=decode)
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout_s
         why = "no answer"
@@ -304,7 +305,7 @@ class Upstream:
                     b"", metadata=self._access.metadata(), wait_for_ready=True,
                     timeout=min(left, _HEALTH_TRY_S),
                 )  # fmt: skip
-                if chunks.read_health(answer):
+                if answer.healthy:
                     return None
                 why = "it says that it is not healthy"
             except grpc.aio.AioRpcError as error:
@@ -355,7 +356,10 @@ class Upstream:
         if self._is_old_root:
             method = self._channel.stream_unary(f"/{SERVICE}/StreamLogs")
         else:
-            method = self._channel.stream_stream(f"/{SERVICE}/StreamLogsAcked")
+            decode = chunks.messages().Ack.FromString
+            method = self._channel.stream_stream(
+                f"/{SERVICE}/StreamLogsAcked", response_deserializer=decode
+            )
             metadata = (*metadata, ERRORS_IN_ACKS)
         call = method(metadata=metadata, wait_for_ready=True)
         writing = None
@@ -392,9 +396,9 @@ class Upstream:
     async def _read_all(self, call: Any) -> None:
         import grpc.aio
 
-        while (data := await call.read()) is not grpc.aio.EOF:
-            stream_id, seq, code, reason = chunks.read_ack(data)
-            self._relay.confirm(stream_id, seq, Refusal(code, reason) if code else None)
+        while (ack := await call.read()) is not grpc.aio.EOF:
+            refusal = Refusal(ack.refusal, ack.reason) if ack.refusal else None
+            self._relay.confirm(ack.stream_id, ack.committed_seq, refusal)
 
 
 async def _pause(seconds: float) -> None:
