@@ -104,12 +104,9 @@ class DeadlineCaller:
         self._turn = threading.Lock()
 
     def run(self, what: str, call: Callable[[], Any], timeout_s: float) -> Any:
-        """Return what a call returns, or raise what it raises.
+        """Return what `call()` returns, or raise what it raises; errors of ours call it `what`.
 
-        Args:
-            what: Name of the call, for errors.
-            call: The function; it takes no argument.
-            timeout_s: Seconds to wait for it and for an earlier call.
+        It waits `timeout_s` seconds for it, and as long for an earlier call.
 
         Raises:
             StuckError: This call, or an earlier one, does not return in time.
@@ -134,11 +131,7 @@ class DeadlineCaller:
 class ParkedAtExit(threading.Thread):
     """A daemon thread that holds nothing that others need while it is in native code.
 
-    A subclass with a `run` of its own calls `begin` first.
-
-    Args:
-        name: The thread's name.
-        work: What it runs.
+    It is called `name` and runs `work`; a subclass with a `run` of its own calls `begin` first.
     """
 
     # None: it cannot be parked.

@@ -34,8 +34,6 @@ class WrappedAttribute:
         make: Returns the replacement. It is called once, with this object.
 
     Attributes:
-        owner: The object, class or module.
-        name: The attribute.
         original: What was found: of classes the descriptor, such as a `staticmethod`.
         is_active: Whether it was not restored yet.
 

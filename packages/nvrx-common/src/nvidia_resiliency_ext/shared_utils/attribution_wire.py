@@ -105,13 +105,7 @@ class LogQuery:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """A service's advice.
-
-    Args:
-        action: One of the `ACTION_` names.
-        reason: One sentence.
-        source: Name of the analysis.
-    """
+    """A service's advice: an `action` of the `ACTION_` names, its `reason`, and the `source`."""
 
     action: str = ACTION_UNKNOWN
     reason: str = ""

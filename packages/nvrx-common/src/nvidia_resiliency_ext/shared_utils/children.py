@@ -43,11 +43,7 @@ _CLOSE_WAIT_S = 10.0
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, such as `SIGKILL`, or `signal 40` for one without a name.
-
-    Args:
-        number: The signal.
-    """
+    """Return the name of signal `number`, such as `SIGKILL`, or `signal 40` for one without."""
     try:
         return signals.Signals(number).name
     except ValueError:

@@ -61,16 +61,12 @@ _BORDER: Final = """\
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return the text that makes a shell complete a program's flags, and values that are words.
+    """Return what makes `shell` complete the flags of a `parser`, and values that are words.
 
     Everything else, such as a script or a file, is completed as file names.
 
-    Args:
-        parser: The program's parser, with its name.
-        shell: One of `SHELLS`.
-
     Raises:
-        ValueError: The shell is another one.
+        ValueError: The shell is none of `SHELLS`.
     """
     if shell not in SHELLS:
         raise ValueError(f"{shell!r} is none of {', '.join(SHELLS)}")

@@ -319,9 +319,7 @@ class WorkerThread:
     def submit(self, job: Callable[[], Any], done: Callable[[Any], None]) -> None:
         """Run `job` in the thread, later `done(result)` in the thread that calls `collect`.
 
-        Args:
-            job: May block; an exception is logged and gives None.
-            done: Takes the result.
+        The job may block; an exception is logged and gives None.
 
         Raises:
             RuntimeError: The system gives no thread; the job waits for one that a later call gets.

@@ -36,6 +36,16 @@ from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
 
 __all__ = ["FunnelStats", "FunnelTls", "LogFunnelClient", "LogTarget"]
 
+DEFAULT_MEMORY_LIMIT_BYTES = 64 * 1024 * 1024
+DEFAULT_SPILL_LIMIT_BYTES = 1024 * 1024 * 1024
+_SMALLEST_MEMORY_BYTES = 512 * 1024
+_LARGEST_WINDOW_BYTES = 8 * 1024 * 1024
+_WINDOW_SHARE = 4
+_STREAM_ID_BYTES = 16
+_AT_EXIT_S = 5.0
+
+_clients: weakref.WeakSet[LogFunnelClient] = weakref.WeakSet()
+
 
 @dataclass(frozen=True, slots=True)
 class FunnelStats:
@@ -102,13 +112,10 @@ class LogTarget:
         self.write = send_buffer.write  # type: ignore[method-assign]
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Take whole lines or parts of lines; they leave together as whole lines.
+        """Take `data`, whole lines or parts of lines; they leave together as whole lines.
 
         A part without a newline waits for the rest of its line. Data of one call stays together; of
         two threads each should write whole lines. Without space `when_full` says: wait or drop.
-
-        Args:
-            data: The bytes.
 
         Raises:
             DeadlineExceededError: No space in `write_timeout_s`; of up to 64 KiB nothing is taken.
@@ -121,11 +128,8 @@ class LogTarget:
     def flush(self, deadline_s: float | None = 30.0) -> None:
         """Wait until the server has written or dropped every whole line that was written here.
 
-        Args:
-            deadline_s: Seconds to wait; None: no limit. Default 30.
-
         Raises:
-            DeadlineExceededError: The time is over; the lines are kept.
+            DeadlineExceededError: `deadline_s` (s, None: no limit) is over; the lines are kept.
             LogTargetRefusedError: The server refuses this target.
             LogFunnelClosedError: The target is closed, or was opened before a fork.
         """
@@ -134,11 +138,8 @@ class LogTarget:
     def close(self, deadline_s: float | None = 30.0) -> bool:
         """End the last line, wait for all confirmations and end the stream; harmless if repeated.
 
-        Lines that are not confirmed at the deadline are left in files for a later client of the
-        same name that opens the same path; one warning names the place.
-
-        Args:
-            deadline_s: Seconds to wait for confirmations; None: no limit. Default 30.
+        Lines that are not confirmed after `deadline_s` (s, None: no limit) are left in files for a
+        later client of the same name that opens the same path; one warning names the place.
 
         Returns:
             Whether everything was confirmed.
@@ -155,17 +156,6 @@ class LogTarget:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-DEFAULT_MEMORY_LIMIT_BYTES = 64 * 1024 * 1024
-DEFAULT_SPILL_LIMIT_BYTES = 1024 * 1024 * 1024
-_SMALLEST_MEMORY_BYTES = 512 * 1024
-_LARGEST_WINDOW_BYTES = 8 * 1024 * 1024
-_WINDOW_SHARE = 4
-_STREAM_ID_BYTES = 16
-_AT_EXIT_S = 5.0
-
-_clients: weakref.WeakSet[LogFunnelClient] = weakref.WeakSet()
 
 
 @final
@@ -278,11 +268,7 @@ class LogFunnelClient:
         return left_behind(self._spill_dir, self._spill_name, self.node_id)
 
     def flush(self, deadline_s: float | None = 30.0) -> None:
-        """Flush all targets as `LogTarget.flush` does; raise the first error at the end.
-
-        Args:
-            deadline_s: Seconds for all of them; None: no limit. Default 30.
-        """
+        """Flush all targets, with one `deadline_s`, as `LogTarget`; raise the first error then."""
         deadline = Deadline.after(deadline_s)
         errors = []
         for send_buffer in self._send_buffers():
@@ -301,11 +287,8 @@ class LogFunnelClient:
     def close(self, deadline_s: float | None = 30.0) -> bool:
         """Close all targets and the connection; harmless when repeated.
 
-        Args:
-            deadline_s: Seconds to wait for confirmations; None: no limit. Default 30.
-
         Returns:
-            Whether everything was confirmed; see `LogTarget.close`.
+            Whether everything was confirmed in `deadline_s` (None: no limit); see `LogTarget`.
         """
         if self._owner_pid != os.getpid():
             return True

@@ -72,19 +72,14 @@ class LogConfig:
 
     @classmethod
     def get_node_local_tmp_dir(cls, node_local_tmp_dir: str | None = None) -> str | None:
-        """Return the directory of the per-node log files; None: no such files.
-
-        Args:
-            node_local_tmp_dir: The directory; None: that of `NVRX_NODE_LOCAL_TMPDIR`.
-        """
+        """Return `node_local_tmp_dir`, else `NVRX_NODE_LOCAL_TMPDIR`; None: no per-node files."""
         return node_local_tmp_dir or os.environ.get("NVRX_NODE_LOCAL_TMPDIR") or None
 
     @classmethod
     def get_max_file_size(cls, file_size_kb: int | None = None) -> int:
         """Return the size in bytes at which a per-node log file is followed by the next.
 
-        Args:
-            file_size_kb: The size in KiB; None: `NVRX_LOG_MAX_FILE_SIZE_KB` or its default.
+        It is `file_size_kb` (KiB), else `NVRX_LOG_MAX_FILE_SIZE_KB` or its default.
         """
         if file_size_kb is None:
             file_size_kb = _integer("NVRX_LOG_MAX_FILE_SIZE_KB", _MAX_FILE_SIZE_KB)
@@ -124,20 +119,12 @@ class LogConfig:
 
     @classmethod
     def get_log_level(cls, environ: Mapping[str, str] = os.environ) -> int:
-        """Return `logging.DEBUG` if `NVRX_LOG_DEBUG` is set, else `logging.INFO`.
-
-        Args:
-            environ: The environment.
-        """
+        """Return `logging.DEBUG` if `NVRX_LOG_DEBUG` is set in `environ`, else `logging.INFO`."""
         return logging.DEBUG if _flag("NVRX_LOG_DEBUG", environ) else logging.INFO
 
     @classmethod
     def get_process_name(cls, proc_name: str | None = None) -> str:
-        """Return the name of this process in the names of its log files.
-
-        Args:
-            proc_name: The name; None: the process number.
-        """
+        """Return what log files call this process: `proc_name`, else the process number."""
         return proc_name or str(os.getpid())
 
     @classmethod

@@ -226,12 +226,10 @@ class Channel:
         return [self._fds.popleft() for _ in range(min(count, len(self._fds)))]
 
     def send(self, message: object, fds: Sequence[int] = (), *, is_droppable: bool = False) -> None:
-        """Send a message, or keep it until the peer takes it; never waits.
+        """Send `message`, or keep it until the peer takes it; never waits.
 
-        Args:
-            message: One of the channel's message set.
-            fds: Descriptors to attach; the caller keeps its own.
-            is_droppable: May be thrown away first when too much waits.
+        Of the attached descriptors `fds` the caller keeps its own. What `is_droppable` may be
+        thrown away first when too much waits.
 
         Raises:
             WireError: The message cannot be encoded.

@@ -17,6 +17,18 @@ __all__ = ["FakeDriver", "FakeNodeDaemon", "FakeNvml", "FakeSysfs", "NoCompilerE
 
 _METHOD = "RunHealthCheck"
 _SERVICE = "nvhcd.HealthCheckService"
+_SOURCE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "nvml.c")
+_LIBRARY = "libnvidia-ml.so.1"
+_COMPILE_TIMEOUT_S = 60
+_INVALID_ARGUMENT, _NOT_SUPPORTED, _NOT_FOUND = 2, 3, 6
+_FIELDS = {
+    "NVML_FI_DEV_ECC_SBE_VOL_TOTAL": 3,
+    "NVML_FI_DEV_ECC_DBE_VOL_TOTAL": 4,
+    "NVML_FI_DEV_REMAPPED_UNC": 143,
+    "NVML_FI_DEV_REMAPPED_PENDING": 144,
+    "NVML_FI_DEV_REMAPPED_FAILURE": 145,
+    "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION": 230,
+}
 
 
 class FakeNodeDaemon:
@@ -74,22 +86,14 @@ class FakeNodeDaemon:
         return answer
 
 
-_SOURCE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "nvml.c")
-_LIBRARY = "libnvidia-ml.so.1"
-_COMPILE_TIMEOUT_S = 60
-_INVALID_ARGUMENT, _NOT_SUPPORTED, _NOT_FOUND = 2, 3, 6
-
-
 class NoCompilerError(Exception):
     """There is no C compiler on this machine, or it does not work."""
 
 
 class FakeDriver:
-    """A ``libnvidia-ml.so.1`` in a folder of its own, for programs started with `environment`.
+    """A ``libnvidia-ml.so.1`` in a `folder` of its own, for programs started with `environment`.
 
-    Args:
-        folder: Where library, control file and record of calls go; it must exist.
-        answers: First content of the control file.
+    It must exist: library, control file (first with `answers`) and record of calls go there.
 
     Raises:
         NoCompilerError: The library cannot be built here.
@@ -268,15 +272,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     ),
 }
 
-_FIELDS = {
-    "NVML_FI_DEV_ECC_SBE_VOL_TOTAL": 3,
-    "NVML_FI_DEV_ECC_DBE_VOL_TOTAL": 4,
-    "NVML_FI_DEV_REMAPPED_UNC": 143,
-    "NVML_FI_DEV_REMAPPED_PENDING": 144,
-    "NVML_FI_DEV_REMAPPED_FAILURE": 145,
-    "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION": 230,
-}
-
 
 class FakeSysfs:
     """A tree below `root`, for the parameter `sysfs_root` of checks.
@@ -341,15 +336,7 @@ class FakeSysfs:
     def set_counter(
         self, name: str, counter: str, value: int, *, port: int = 1, folder: str = "counters"
     ) -> None:
-        """Set a counter of a port.
-
-        Args:
-            name: The adapter.
-            counter: Name of the counter.
-            value: Its value.
-            port: The port. Default 1.
-            folder: `counters` (default) or `hw_counters`.
-        """
+        """Set a `counter` of a port to `value`; its `folder` may also be `hw_counters`."""
         self._write(f"class/infiniband/{name}/ports/{port}/{folder}/{counter}", str(value))
 
     def set_carrier(self, name: str, netdev: str, *, has_carrier: bool) -> None:
@@ -374,12 +361,9 @@ class FakeSysfs:
 def fake_sysfs(
     root: str | os.PathLike[str], nics: Mapping[str, str] | None = None, gpus: Sequence[str] = ()
 ) -> FakeSysfs:
-    """Make a tree with adapters and GPUs.
+    """Make a tree in folder `root` with adapters `nics`, by name, and `gpus`.
 
-    Args:
-        root: Folder to make it in.
-        nics: Path of each adapter, as PCI addresses from the root port down, joined by ``/``.
-        gpus: Path of each GPU, likewise.
+    Of each the path is given, as PCI addresses from the root port down, joined by ``/``.
     """
     tree = FakeSysfs(root)
     for path in gpus:

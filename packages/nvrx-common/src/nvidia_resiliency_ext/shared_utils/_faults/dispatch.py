@@ -180,14 +180,10 @@ class DispatchedFault:
 def dispatch_fault_injection(
     fault: Fault, delay: float, callback: Callable[[], object] | None = None
 ) -> DispatchedFault:
-    """Make a fault happen to this process after a while; return at once, with what cancels it.
+    """Make `fault` happen to this process in `delay` s; return at once, with what cancels it.
 
-    The delay counts from this call. `NVRX_FAULT_INJECTION=0` turns it into a warning.
-
-    Args:
-        fault: What is to happen.
-        delay: Seconds until then.
-        callback: Called right before it, in a background thread.
+    The delay counts from this call; `callback` is called right before the fault, in a background
+    thread. `NVRX_FAULT_INJECTION=0` turns it into a warning.
 
     Raises:
         RuntimeError: The fault is unknown, or this process or machine cannot be given it; the
