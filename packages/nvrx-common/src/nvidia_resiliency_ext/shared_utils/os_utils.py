@@ -10,6 +10,7 @@ import os
 import stat
 import time
 from collections.abc import Iterable
+from typing import BinaryIO
 
 from nvidia_resiliency_ext.shared_utils.errors import PathOutsideRootsError, UnsafePathError
 
@@ -212,12 +213,9 @@ def atomic_write(
 
 
 def sync_directory(directory: int | str | os.PathLike[str]) -> None:
-    """Wait until the names in a directory would survive a power cut.
+    """Wait until the names in `directory`, a path or descriptor, would survive a power cut.
 
     File systems that cannot do so are left alone.
-
-    Args:
-        directory: Its path, or a descriptor of it, which stays open.
 
     Raises:
         OSError: It cannot be opened, or the device failed.
@@ -239,25 +237,25 @@ def sync_directory(directory: int | str | os.PathLike[str]) -> None:
 def read_regular_file(
     path: str | os.PathLike[str], max_bytes: int, *, follows_symlink: bool = False
 ) -> bytes:
-    """Return the beginning of a file that another user may have written.
-
-    Args:
-        path: The file.
-        max_bytes: How many bytes to read at most.
-        follows_symlink: Accept a symbolic link. Default False.
+    """Return the first `max_bytes` of the file `path`, which another user may have written.
 
     Raises:
-        OSError: It is absent, unreadable, a symlink that must not be followed, or no regular file:
-            a pipe or a device would make the reader wait or read for ever.
+        OSError: It is absent, unreadable, a symbolic link without `follows_symlink`, or no regular
+            file: a pipe or a device would make the reader wait or read for ever.
     """
+    with open_regular_file(path, follows_symlink=follows_symlink) as file:
+        return file.read(max_bytes)
+
+
+def open_regular_file(path: str | os.PathLike[str], *, follows_symlink: bool) -> BinaryIO:
+    """Open a file for reading; raise as `read_regular_file`."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags if follows_symlink else flags | os.O_NOFOLLOW)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         # Before `open`, which would forget to close the descriptor of a directory.
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", path)
-    with open(descriptor, "rb") as file:
-        return file.read(max_bytes)
+    return open(descriptor, "rb")
 
 
 def private_dir(path: str | os.PathLike[str]) -> str:

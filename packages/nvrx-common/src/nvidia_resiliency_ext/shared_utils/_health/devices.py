@@ -226,12 +226,9 @@ class PynvmlMixin:
 
     def get_gpu_pci_mapping(self) -> dict[int, str]:
         """Return the PCI address of each GPU, as `dddd:bb:dd.f`; empty when it cannot be told."""
-        mapping = {}
-        for index in range(_or_none("device_count") or 0):
-            bus_id = normal_bus_id(_or_none("bus_id", index) or "")
-            if bus_id is not None:
-                mapping[index] = bus_id
-        return mapping
+        indexes = range(_or_none("device_count") or 0)
+        found = {index: normal_bus_id(_or_none("bus_id", index) or "") for index in indexes}
+        return {index: bus_id for index, bus_id in found.items() if bus_id is not None}
 
     def get_visible_pci_addresses(self, visible: str | None) -> list[str | None]:
         """Return the PCI address of each device in `visible`, by ordinal.

@@ -108,9 +108,8 @@ def _problem_of(gpu: Mapping[str, Any]) -> str | None:
         return f"{gpu['gpu']}: {gpu['error']}"
     number = gpu.get("recovery_action")
     if number:
-        return (
-            f"{gpu['gpu']}: the driver asks to {_ACTIONS.get(number, f'unknown action {number}')}"
-        )
+        action = _ACTIONS.get(number, f"unknown action {number}")
+        return f"{gpu['gpu']}: the driver asks to {action}"
     if gpu.get("remap_failure"):
         return f"{gpu['gpu']}: remapping a row of memory has failed"
     return None

@@ -229,11 +229,9 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
 
     def _read_files(self) -> tuple[dict[str, int], dict[str, int]]:
         nic = self.nic_name or ""
-        downed = {}
-        for port, path in pci.expand(self.link_down_path_template, nic).items():
-            count = pci.read_count(path)
-            if count is not None:
-                downed[port] = count
+        paths = pci.expand(self.link_down_path_template, nic)
+        counts = {port: pci.read_count(path) for port, path in paths.items()}
+        downed = {port: count for port, count in counts.items() if count is not None}
         wanted = list(dict.fromkeys([*_EVIDENCE, *self._limits]))
         return downed, pci.read_counters(self._sysfs_root, nic, wanted)
 

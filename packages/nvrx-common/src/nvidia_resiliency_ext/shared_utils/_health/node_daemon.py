@@ -95,10 +95,8 @@ class NodeHealthCheck(PeriodicCheck):
     def _examine(self) -> Finding:
         path = socket_of(self.socket_path, self.endpoint)
         if path is None:
-            given = (
-                f"{self.endpoint!r} is no Unix socket" if self.endpoint else "no daemon is given"
-            )
-            return Finding("skipped", given)
+            words = f"{self.endpoint!r} is no Unix socket"
+            return Finding("skipped", words if self.endpoint else "no daemon is given")
         problem = _why_not(path)
         finding = self._unreachable(problem) if problem is not None else self._ask(path)
         if finding.status == "healthy" and finding.reason:

@@ -42,11 +42,15 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
 
 def adapters(sysfs_root: str) -> list[str]:
     """Return the names of the InfiniBand, RoCE and EFA adapters."""
+    return _listed(f"{sysfs_root}/class/infiniband")
+
+
+def _listed(folder: str) -> list[str]:
+    """Return the sorted names in a folder; none where it cannot be read."""
     try:
-        names = os.listdir(f"{sysfs_root}/class/infiniband")
+        return sorted(os.listdir(folder), key=natural_key)
     except OSError:
         return []
-    return sorted(names, key=natural_key)
 
 
 class PciMixin:
@@ -142,10 +146,7 @@ def _found(head: str, wanted: str, tail: str) -> list[str]:
     """Return what is there between `head` and the next part of a path, by a pattern."""
     before, after = re.escape(os.path.basename(head)), re.escape(tail.partition("/")[0])
     name = re.compile(f"{before}({wanted}){after.replace(_PORT, '[0-9]+')}")
-    try:
-        matches = map(name.fullmatch, os.listdir(os.path.dirname(head) or "."))
-    except OSError:
-        return []
+    matches = map(name.fullmatch, _listed(os.path.dirname(head) or "."))
     return sorted((match[1] for match in matches if match), key=natural_key)
 
 
@@ -182,11 +183,7 @@ def carriers(sysfs_root: str, nic: str) -> dict[str, bool]:
     """Return whether the network devices of an adapter have a carrier."""
     folder = f"{sysfs_root}/class/infiniband/{nic}/device/net"
     found = {}
-    try:
-        devices = os.listdir(folder)
-    except OSError:
-        return {}
-    for device in sorted(devices, key=natural_key):
+    for device in _listed(folder):
         try:
             found[device] = read_first(f"{folder}/{device}/carrier") == "1"
         except OSError:

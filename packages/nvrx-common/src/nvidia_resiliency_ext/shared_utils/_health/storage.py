@@ -32,20 +32,13 @@ _PATH_TIMEOUT_S = 5.0
 _FILE_TIMEOUT_S = 5.0
 _START_S = 5.0
 _AT_ONCE = 32
-_PROBE_FILE = os.path.join(
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "storage_probe.py"
-)
+_PROBE_FILE = os.path.abspath(os.path.join(__file__, "../../storage_probe.py"))
 _PATH_MODULE = "nvidia_resiliency_ext.shared_utils.storage_probe"
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One mounted file system.
-
-    Attributes:
-        kind: Its type, such as `nfs4`.
-        is_read_only: Whether writing is impossible, by the mount or the file system itself.
-    """
+    """One mounted file system; it, or its mount, may be read-only."""
 
     path: str
     kind: str

@@ -202,9 +202,8 @@ def _kept_until(
     history: JobHistory, complete: Sequence[Save], noticed: float, after: float
 ) -> float:
     """Return the begin of the save that the job went on from, else of the last complete one."""
-    loads = [
-        key_of(event) for event in history.between("ckpt_load", noticed, after) if succeeded(event)
-    ]
+    events = history.between("ckpt_load", noticed, after)
+    loads = [key_of(event) for event in events if succeeded(event)]
     usable = [save for save in complete if save.done <= noticed]
     if loads:
         loaded = Counter(loads).most_common(1)[0][0]

@@ -239,12 +239,8 @@ def _ordered(timeline: Timeline) -> tuple[list[Lane], int]:
         chosen = sorted(chosen, key=lambda lane: (not lane.faults, lane.rank))[:_MOST_RANKS]
     lanes: list[Lane] = []
     for node in timeline.nodes:
-        lanes.append(node)
-        lanes.extend(
-            sorted(
-                (lane for lane in chosen if lane.host == node.host), key=lambda lane: lane.rank or 0
-            )
-        )
+        own = [lane for lane in chosen if lane.host == node.host]
+        lanes += [node, *sorted(own, key=lambda lane: lane.rank or 0)]
     return lanes, len(timeline.lanes) - len(chosen)
 
 

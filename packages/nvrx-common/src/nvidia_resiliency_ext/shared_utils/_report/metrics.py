@@ -46,6 +46,7 @@ def metrics_of(timeline: Timeline) -> list[Metric]:
     """Return the figures of a job; one that is not known is left out."""
     workers, checkpoints = timeline.workers, timeline.checkpoints
     downs = [restart.down_s for restart in timeline.restarts if restart.down_s is not None]
+    starts = {"warm": workers.warm, "cold": workers.cold}
     outcomes = {
         "saved": checkpoints.saved, "failed": checkpoints.failed, "loaded": checkpoints.loaded,
     }  # fmt: skip
@@ -64,12 +65,7 @@ def metrics_of(timeline: Timeline) -> list[Metric]:
         _metric("nvrx_faults_total", "Faults.", timeline.faults_by_cause, "cause"),
         _metric("nvrx_restarts_total", "Restarts.", timeline.restarts_by_layer, "layer"),
         _metric("nvrx_restart_down_seconds_total", "Time without training.", sum(downs)),
-        _metric(
-            "nvrx_workers_started_total",
-            "Started workers.",
-            {"warm": workers.warm, "cold": workers.cold},
-            "start",
-        ),
+        _metric("nvrx_workers_started_total", "Started workers.", starts, "start"),
         _metric("nvrx_checkpoints_total", "Checkpoints.", outcomes, "what"),
         _metric("nvrx_checkpoint_bytes_total", "Bytes of checkpoints.", checkpoints.bytes),
         _metric("nvrx_checkpoint_stall_seconds_total", "Waiting for them.", checkpoints.stall_s),

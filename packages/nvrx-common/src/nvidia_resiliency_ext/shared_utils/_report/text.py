@@ -88,23 +88,15 @@ def _seconds(timeline: Timeline, width: int) -> list[str]:
 def _faults(timeline: Timeline) -> list[str]:
     counts = [f"{count} {plain(cause)}" for cause, count in timeline.faults_by_cause.items()]
     lines = [", ".join(counts)] if len(timeline.faults) > 1 else []
-    return lines + _first(
-        [
-            f"{clock_time(fault.at)} cycle {fault.cycle} {fault_line(fault)}"
-            for fault in timeline.faults
-        ]
-    )
+    return lines + _first(f"{clock_time(each.at)} {fault_line(each)}" for each in timeline.faults)
 
 
 def _restarts(timeline: Timeline) -> list[str]:
     counts = [f"{count} {layer}" for layer, count in timeline.restarts_by_layer.items()]
     lines = [", ".join(counts)] if timeline.restarts else []
-    return lines + _first(
-        [
-            f"{clock_time(restart.at)} {restart_line(restart, timeline.faults)}"
-            for restart in timeline.restarts
-        ]
-    )
+    faults = timeline.faults
+    told = (f"{clock_time(each.at)} {restart_line(each, faults)}" for each in timeline.restarts)
+    return lines + _first(told)
 
 
 def _also(timeline: Timeline) -> list[str]:
@@ -124,12 +116,12 @@ def _also(timeline: Timeline) -> list[str]:
         )
     if timeline.steps:
         lines.append(f"steps: {timeline.steps}")
-    return lines + _first(
-        [f"{clock_time(remark.at)} {_remark_line(remark)}" for remark in timeline.remarks]
-    )
+    told = (f"{clock_time(remark.at)} {_remark_line(remark)}" for remark in timeline.remarks)
+    return lines + _first(told)
 
 
-def _first(lines: list[str]) -> list[str]:
+def _first(told: Iterable[str]) -> list[str]:
+    lines = list(told)
     more = len(lines) - _MOST_ROWS
     return [*lines[:_MOST_ROWS], f"... and {more} more"] if more > 0 else lines
 
@@ -178,7 +170,7 @@ def _entries(timeline: Timeline) -> Iterator[tuple[object, float, str]]:
         line = f"cycle {cycle.number} begins on {', '.join(map(plain, cycle.hosts))}"
         yield ("cycle", cycle.launch, cycle.number), cycle.start, line
     for number, fault in enumerate(timeline.faults):
-        yield ("fault", number), fault.at, f"cycle {fault.cycle} {fault_line(fault)}"
+        yield ("fault", number), fault.at, fault_line(fault)
     for each in timeline.restarts:
         if each.down_s is not None:
             key = (each.at, each.layer, each.cycle, each.down_s)

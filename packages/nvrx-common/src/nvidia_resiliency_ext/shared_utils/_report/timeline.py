@@ -273,14 +273,14 @@ def ending(timeline: Timeline) -> str:
 
 
 def fault_line(fault: FaultNote) -> str:
-    """Tell one fault in a sentence."""
+    """Tell one fault in a sentence, with its cycle."""
     cause_text = plain(both(fault.what, fault.detail), _LONGEST_CAUSE)
     who = "" if fault.rank is None else f" rank {fault.rank}"
     where = "" if _names_rank(cause_text, fault.rank) else f"{who} on {plain(fault.host)}"
     what = f": {cause_text}" if cause_text else ""
     late = "" if fault.late_s is None else f", {duration(max(0.0, fault.late_s))} late"
     found = f", found by {plain(fault.detected_by)}{late}" if fault.detected_by else late
-    return f"{plain(fault.cause)}{where}{what}{found}"
+    return f"cycle {fault.cycle} {plain(fault.cause)}{where}{what}{found}"
 
 
 def short_cause(cause: str, faults: Iterable[FaultNote]) -> str:
@@ -298,12 +298,10 @@ def restart_line(restart: Restart, faults: Iterable[FaultNote] = ()) -> str:
     cause = plain(short, _LONGEST_CAUSE) or "no cause given"
     is_reported = restart.rank is None or short != restart.cause or _names_rank(cause, restart.rank)
     who = "" if is_reported else f" (rank {restart.rank})"
-    down = (
-        "down for an unknown time" if restart.down_s is None else f"down {duration(restart.down_s)}"
-    )
+    down = "for an unknown time" if restart.down_s is None else duration(restart.down_s)
     lost = f", lost work {duration(restart.lost_s)}" if restart.lost_s else ""
     spent = f" [{phases}]" if phases else ""
-    return f"{restart.layer}, to cycle {restart.cycle}: {cause}{who}, {down}{spent}{lost}"
+    return f"{restart.layer}, to cycle {restart.cycle}: {cause}{who}, down {down}{spent}{lost}"
 
 
 def both(what: str, detail: str) -> str:
