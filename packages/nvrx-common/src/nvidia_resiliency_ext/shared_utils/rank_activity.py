@@ -91,10 +91,9 @@ MAX_THREADS = 256
 _STOPPED_STATES = frozenset("Tt")
 _GLOO_THREAD = "pt_gloo_runloop"
 _GPU_THREADS = ("pt_nccl_", "cuda-", "cuda0")
+# Numbers of `futex` on x86-64, on aarch64, and of the older and the 64-bit call on 32 bits.
 _FUTEX = frozenset({202, 98, 240, 422})
-"""Numbers of `futex` on x86-64, on aarch64, and of the older and the 64-bit call on 32 bits."""
-_FUTEX_TIMEOUT = 4
-"""Place of the time limit in what `procfs.syscall` returns."""
+_FUTEX_TIMEOUT = 4  # place of the time limit in what `procfs.syscall` returns
 
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d{1,9}) in (?P<name>.*)')
 _LIBRARY = re.compile(

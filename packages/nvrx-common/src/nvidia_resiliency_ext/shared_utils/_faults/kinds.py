@@ -76,9 +76,8 @@ def draw_plan(
         seconds = float(delay)
     else:
         seconds = draw.uniform(*_pair("delay", delay))
-    low, high = _pair(
-        "num_faults", (num_faults, num_faults) if isinstance(num_faults, int) else num_faults
-    )
+    counts = (num_faults, num_faults) if isinstance(num_faults, int) else num_faults
+    low, high = _pair("num_faults", counts)
     candidates = range(max(keep_alive, 0), world_size)
     number = min(draw.randint(int(low), int(high)), len(candidates))
     ranks = sorted(draw.sample(candidates, number))

@@ -47,11 +47,6 @@ _NUMBER_FIELDS = {
 }
 
 
-def seconds_since_boot(wall_s: float) -> float:
-    """Return a moment of the wall clock as the kernel's log counts; never below zero."""
-    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - (time.time() - wall_s))
-
-
 def parse_kmsg(lines: Iterable[str], since_s: float) -> Iterator[dict[str, Any]]:
     """Yield the XIDs in records of the kernel's log, from a moment (seconds since boot) on."""
     for line in lines:
@@ -141,8 +136,10 @@ class GPUHealthCheck(DeviceCheck):
             check.count_of("NVRX_EXPECTED_GPUS") if expected_gpus is None else expected_gpus
         )
         self._kmsg = kmsg
-        job_start_s = check.job_start_s()
-        self._since_s = seconds_since_boot(time.time() if job_start_s is None else job_start_s)
+        now_s, job_start_s = time.time(), check.job_start_s()
+        age_s = 0.0 if job_start_s is None else now_s - job_start_s
+        # As the kernel's log counts: since the boot.
+        self._since_s = max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - age_s)
         self._enabled: bool | None = None
         # A GPU that was there must not count as one that this node never had.
         self._most_seen = 0

@@ -212,6 +212,7 @@ def _chart(timeline: Timeline) -> str:
     )
     most = max(_FEWEST_SPANS, _MOST_SPANS // max(1, len(lanes)))
     rows = "".join(_row(timeline, lane, number, most) for number, lane in enumerate(lanes))
+    legend = "".join(_legend_item(name, label) for name, label in CATEGORIES.items())
     more = f'<p class="dim">{left_out} more ranks are not drawn.</p>' if left_out else ""
     return (
         '<section><div class="tools"><button id="out" type="button" aria-label="zoom out">'
@@ -223,13 +224,8 @@ def _chart(timeline: Timeline) -> str:
         ' patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect width="6" height="6"'
         ' fill="var(--lost_work)"/><rect width="2" height="6" fill="var(--card)"'
         f' opacity="0.55"/></pattern></defs>{_axis(timeline, height)}{rows}</svg></div></div>'
-        f"{_legend()}{more}</section>"
+        f'<ul class="legend">{legend}<li>&times; fault</li></ul>{more}</section>'
     )
-
-
-def _legend() -> str:
-    items = "".join(_legend_item(name, label) for name, label in CATEGORIES.items())
-    return f'<ul class="legend">{items}<li>&times; fault</li></ul>'
 
 
 def _ordered(timeline: Timeline) -> tuple[list[Lane], int]:
