@@ -224,12 +224,8 @@ class LogFunnelClient:
         self._spill_name = spill_name or endpoint
         self._notices = Notices()
         self._budget = MemoryBudget(memory_limit_bytes, spill_limit_bytes)
-        self._link = Link(
-            endpoint,
-            self.node_id,
-            access_of(token_file, tls),
-            None if tls is None else tls.server_name,
-        )
+        server_name = None if tls is None else tls.server_name
+        self._link = Link(endpoint, self.node_id, access_of(token_file, tls), server_name)
         self._lock = threading.Lock()  # guards the two fields below
         self._opened: dict[str, tuple[LogTarget, SendBuffer]] = {}
         self._is_closed = False
@@ -334,13 +330,10 @@ class LogFunnelClient:
                 left = spill.unread
                 line = f"sending {left.lines} lines that an ended process left for {path}"
                 self._notices.add(logging.INFO, line)
-        window = min(_LARGEST_WINDOW_BYTES, self._budget.memory_limit_bytes // _WINDOW_SHARE)
+        share = self._budget.memory_limit_bytes // _WINDOW_SHARE
+        window = max(BATCH_BYTES, min(_LARGEST_WINDOW_BYTES, share))
         stream = Stream(
-            self._budget,
-            spill,
-            drops=self._drops,
-            window_bytes=max(window, BATCH_BYTES),
-            first_seq=first_seq,
+            self._budget, spill, drops=self._drops, window_bytes=window, first_seq=first_seq
         )
         send_buffer = SendBuffer(
             path,

@@ -183,13 +183,9 @@ class LogManager:
         if directory is None:
             return _ConsoleHandler(is_stdout=LogConfig.get_log_to_stdout_cfg())
         os.close(open_log_directory(directory))
-        return NodeLocalTmpLogHandler(
-            self.workload_rank,
-            directory,
-            LogConfig.get_max_file_size(),
-            LogConfig.get_max_log_files(),
-            LogConfig.get_process_name(prefix),
-        )
+        limits = LogConfig.get_max_file_size(), LogConfig.get_max_log_files()
+        name = LogConfig.get_process_name(prefix)
+        return NodeLocalTmpLogHandler(self.workload_rank, directory, *limits, name)
 
     def _make_formatter(self, *, has_log_file: bool) -> logging.Formatter:
         node = LogConfig.get_node_id()

@@ -20,13 +20,9 @@ class GPUMemoryLogger:
         >>> GPUMemoryLogger().get_gpu_memory(device_index=0)  # without a driver
     """
 
-    _instance: GPUMemoryLogger | None = None
-
     def __new__(cls) -> GPUMemoryLogger:  # noqa: PYI034 - Self is newer than Python 3.10
         """Return the one object."""
-        if cls._instance is None:
-            cls._instance = super().__new__(cls)
-        return cls._instance
+        return _the_one
 
     def get_gpu_memory(
         self, device_index: int | None = None, log_memory: bool = False, context: str = ""
@@ -72,4 +68,4 @@ def _ask(rank: int) -> Any:
 
 
 # Made here, so that two threads cannot make two.
-GPUMemoryLogger()
+_the_one = object.__new__(GPUMemoryLogger)

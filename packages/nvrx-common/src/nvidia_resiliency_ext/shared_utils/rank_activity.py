@@ -177,15 +177,10 @@ def inspect_kernel(pid: int) -> Kernel:
         return Kernel(stat.state, procfs.wchan(pid) or "")
     threads = procfs.threads(pid, MAX_THREADS)
     gloo = [thread for thread in threads if thread.name == _GLOO_THREAD]
-    pending = [
-        is_pending for thread in gloo if (is_pending := _in_collective(pid, thread)) is not None
-    ]
-    return Kernel(
-        stat.state,
-        procfs.wchan(pid) or "",
-        is_pending=any(pending) if pending else None,
-        has_gpu=any(thread.name.startswith(_GPU_THREADS) for thread in threads),
-    )
+    pending = [answer for thread in gloo if (answer := _in_collective(pid, thread)) is not None]
+    is_pending = any(pending) if pending else None
+    has_gpu = any(thread.name.startswith(_GPU_THREADS) for thread in threads)
+    return Kernel(stat.state, procfs.wchan(pid) or "", is_pending, has_gpu)
 
 
 def _in_collective(pid: int, thread: procfs.Thread) -> bool | None:

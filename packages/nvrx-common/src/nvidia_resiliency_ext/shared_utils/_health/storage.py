@@ -234,10 +234,8 @@ class DistributedStorageHealthCheck(PeriodicCheck):
     def _mounts(self) -> list[Mount] | None:
         """Return the mounts in our namespace, `None` if unreadable; it touches none of them."""
         try:
-            with open(
-                self._mountinfo, encoding="utf-8", errors="surrogateescape", newline="\n"
-            ) as file:
-                return parse_mounts(file.read(), self._kinds)
+            with open(self._mountinfo, "rb") as file:
+                return parse_mounts(file.read().decode("utf-8", "surrogateescape"), self._kinds)
         except OSError:
             return None
 

@@ -265,16 +265,11 @@ def rank_lanes(history: JobHistory, attributed: Attributed) -> tuple[Lane, ...]:
         for rank, own in by_rank.items():
             hosts[rank] = own[-1].host
             spans[rank].extend(_rank_spans(history, cycle, own, lost))
-    return tuple(
-        Lane(
-            f"rank {rank}",
-            hosts[rank],
-            rank,
-            tuple(sorted(spans[rank], key=lambda span: span.start)),
-            tuple(faults[rank]),
-        )
-        for rank in sorted(spans)
-    )
+    lanes = []
+    for rank in sorted(spans):
+        ordered = tuple(sorted(spans[rank], key=lambda span: span.start))
+        lanes.append(Lane(f"rank {rank}", hosts[rank], rank, ordered, tuple(faults[rank])))
+    return tuple(lanes)
 
 
 def _rank_spans(

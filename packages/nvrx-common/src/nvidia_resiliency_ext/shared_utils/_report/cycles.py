@@ -335,11 +335,8 @@ def _windows(
     if opened is None:
         return []
     turns: list[tuple[float, FaultNote | float]] = [(fault.at, fault) for fault in faults]
-    turns.extend(
-        (event.at, sum(event.durations("phases").values()))
-        for event in events
-        if event.kind == "inproc_restart"
-    )
+    restarts = [event for event in events if event.kind == "inproc_restart"]
+    turns += [(each.at, sum(each.durations("phases").values())) for each in restarts]
     windows: list[Window] = []
     running: float | None = opened
     for at, turn in sorted(turns, key=lambda turn: (turn[0], not isinstance(turn[1], FaultNote))):

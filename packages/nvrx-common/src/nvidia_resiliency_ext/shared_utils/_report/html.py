@@ -124,16 +124,8 @@ def render_html(timeline: Timeline) -> str:
     """Return the report of `timeline` as one self-contained HTML page."""
     noun = "jobs" if timeline.is_of_many_jobs else "job"
     title = f"{noun} {timeline.job_id}" if timeline.job_id else noun
-    parts = [
-        _tiles(timeline),
-        _where(timeline),
-        _chart(timeline),
-        _faults(timeline),
-        _restarts(timeline),
-        _cycles(timeline),
-        _remarks(timeline),
-        _notes(timeline),
-    ]
+    sections = (_tiles, _where, _chart, _faults, _restarts, _cycles, _remarks, _notes)
+    parts = [section(timeline) for section in sections]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
