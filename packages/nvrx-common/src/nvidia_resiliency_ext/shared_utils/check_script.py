@@ -203,10 +203,8 @@ class _Uses(ast.NodeVisitor):
             self.problems.append((line, f"{where}.{name} cannot be imported here: {error}"))
         except AttributeError:
             if inspect.ismodule(owner):
-                if (
-                    hasattr(owner, "__path__")
-                    and importlib.util.find_spec(f"{where}.{name}") is not None
-                ):
+                is_package = hasattr(owner, "__path__")
+                if is_package and importlib.util.find_spec(f"{where}.{name}") is not None:
                     return self._module(f"{where}.{name}", line)
                 if _owner(where) not in distribution_versions():
                     self.problems.append((line, f"{where}.{name}: pip install {_owner(where)}"))

@@ -111,22 +111,11 @@ def host_findings() -> Iterator[Finding]:
 
     death_signal = ctypes.byref(ctypes.c_int(0))
     has_pdeathsig = ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, death_signal, 0, 0, 0) == 0
-    facilities = {
-        "pidfd_open": (
-            pidfd_available(),
-            "a thread in waitid per child, start times of other processes",
-        ),
-        "memfd_create": (
-            _has_memfd(),
-            "files without a name in the run directory; workers may start cold",
-        ),
-        "PDEATHSIG": (has_pdeathsig, "the monitor's sweep alone"),
-    }
-    for topic, (is_there, instead) in facilities.items():
-        if is_there:
-            yield Finding("ok", topic, "found")
-        else:
-            yield Finding("warning", topic, f"not found; used instead: {instead}")
+    threads = "a thread in waitid per child, start times of other processes"
+    files = "files without a name in the run directory; workers may start cold"
+    yield _facility("pidfd_open", pidfd_available(), threads)
+    yield _facility("memfd_create", _has_memfd(), files)
+    yield _facility("PDEATHSIG", has_pdeathsig, "the monitor's sweep alone")
     yield _shared_memory()
     yield _runtime_directory()
     yield _run_directory()
@@ -134,6 +123,12 @@ def host_findings() -> Iterator[Finding]:
     home = os.path.expanduser("~")
     is_writable = os.access(home, os.W_OK)
     yield Finding("info", "home", f"{home} is {'' if is_writable else 'not '}writable")
+
+
+def _facility(topic: str, is_there: bool, instead: str) -> Finding:
+    if is_there:
+        return Finding("ok", topic, "found")
+    return Finding("warning", topic, f"not found; used instead: {instead}")
 
 
 def _has_memfd() -> bool:

@@ -113,11 +113,9 @@ _NO_COLLECTIVES = (
     "/torch/distributed/elastic/",
     "/torch/distributed/run.py",
 )
-_DEVICE_CALLS = frozenset(
-    {
-        ("/torch/autograd/graph.py", "_engine_run_backward"),
-        ("/torch/autograd/__init__.py", "backward"),
-    }
+_DEVICE_CALLS = (
+    ("/torch/autograd/graph.py", "_engine_run_backward"),
+    ("/torch/autograd/__init__.py", "backward"),
 )
 _SYNCHRONIZES = frozenset({"synchronize", "wait", "wait_event", "wait_stream"})
 
