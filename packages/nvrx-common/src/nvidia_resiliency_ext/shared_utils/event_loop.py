@@ -147,12 +147,9 @@ class EventLoop:
     def watch(
         self, fileobj: HasFileno | int, callback: Callable[[], None], *, write: bool = False
     ) -> None:
-        """Call `callback` whenever a descriptor is readable or hung up.
+        """Call `callback` whenever the descriptor of `fileobj` is readable or hung up.
 
-        Args:
-            fileobj: The descriptor, or an object that has one; watched already, it is changed.
-            callback: Replaces the one that the descriptor had.
-            write: Call it also whenever the descriptor is writable.
+        With `write` also whenever it is writable. A descriptor that is watched already is changed.
         """
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if write else 0)
         known = self._selector.get_map().get(fileobj)

@@ -67,13 +67,10 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class JsonConnection:
-    """Sends requests and returns status and decoded JSON; used by one thread.
+    """Sends requests to `endpoint` and returns status and decoded JSON; used by one thread.
 
-    Args:
-        endpoint: Where the service is.
-        timeout_s: Time for one request.
-        token: Sent as bearer token.
-        ca_file: Certificates to trust in place of the system's.
+    A request takes `timeout_s` at most, with `token` as bearer token; `ca_file` has certificates
+    to trust in place of the system's.
     """
 
     def __init__(

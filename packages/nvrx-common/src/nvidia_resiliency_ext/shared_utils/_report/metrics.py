@@ -152,7 +152,6 @@ def _observe(meter: Meter, metric: Metric) -> None:
             for of, value in metric.values.items()
         ]
 
-    make = (
-        meter.create_observable_gauge if metric.kind == "gauge" else meter.create_observable_counter
-    )
+    is_gauge = metric.kind == "gauge"
+    make = meter.create_observable_gauge if is_gauge else meter.create_observable_counter
     make(metric.name, callbacks=[observe], description=metric.help)

@@ -235,9 +235,8 @@ def _remarks(seen: Sequence[TimedEvent]) -> list[Remark]:
             names = ("check", "evidence")
         if event.kind.startswith("ckpt_") and not succeeded(event):
             names = ("id", "iteration", "result", "error")
-        parts = [
-            f"{name.replace('_', ' ')} {event.shown(name)}" for name in names if event.shown(name)
-        ]
+        told = {name.replace("_", " "): event.shown(name) for name in names}
+        parts = [f"{name} {text}" for name, text in told.items() if text]
         if parts:
             found.append(Remark(event.at, event.host, event.kind, ", ".join(parts)))
     return found
