@@ -30,36 +30,20 @@ _LEAST = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunnelOptions:
-    """How the root server treats what it gets.
+    """How the root server treats what it gets."""
 
-    Attributes:
-        allowed_roots: Directories below which logs may lie; `None`: anywhere, for use in process.
-        flush_bytes: A file with so much waiting is written at once, and one that holds half of what
-            it may hold.
-        flush_interval_s: ... and with less, so long after its last write.
-        completion_idle_s: Time without a chunk that makes an old cycle's file complete.
-        max_buffered_bytes: The most that may wait in memory.
-        max_files: Files that are in use at one time.
-        max_open_files: ... of which so many are held open.
-        max_stream_files: Files that one stream may name.
-        max_stream_bytes: Bytes that one stream may send; 0: any number.
-        verify_node_prefix: A line's rank prefix belongs to the first node that uses it in a file.
-        fsync: When to wait for the disk: `never`, `interval` (1 s), `commit` (before each answer).
-        stall_s: A write that takes longer marks its file as stalled.
-    """
-
-    allowed_roots: tuple[str, ...] | None
-    flush_bytes: int = 1 << 20
-    flush_interval_s: float = 0.02
-    completion_idle_s: float = 10.0
-    max_buffered_bytes: int = 32 << 20
-    max_files: int = 4096
-    max_open_files: int = 512
-    max_stream_files: int = 64
-    max_stream_bytes: int = 0
-    verify_node_prefix: bool = False
-    fsync: str = "never"
-    stall_s: float = 2.0
+    allowed_roots: tuple[str, ...] | None  # logs lie below; `None`: anywhere, for use in process
+    flush_bytes: int = 1 << 20  # a file with so much waiting, or half its share, is written at once
+    flush_interval_s: float = 0.02  # ... and with less, so long after its last write
+    completion_idle_s: float = 10.0  # without a chunk, until an old cycle's file is complete
+    max_buffered_bytes: int = 32 << 20  # may wait in memory
+    max_files: int = 4096  # are in use at one time
+    max_open_files: int = 512  # ... of which so many are held open
+    max_stream_files: int = 64  # may be named by one stream
+    max_stream_bytes: int = 0  # may be sent by one stream; 0: any number
+    verify_node_prefix: bool = False  # a rank prefix is of the first node that uses it in a file
+    fsync: str = "never"  # or wait for the disk at each `interval` (1 s) or `commit` (answer)
+    stall_s: float = 2.0  # a write that takes longer marks its file as stalled
 
     def __post_init__(self) -> None:
         problems = [
