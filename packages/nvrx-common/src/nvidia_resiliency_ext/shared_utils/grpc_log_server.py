@@ -178,12 +178,7 @@ class LogAggregationServicer:
                 self.connected_clients -= 1
 
     def note_refusal(self, node_id: str, refusal: Refusal) -> None:
-        """Log a refusal, ever more seldom if there are many.
-
-        Args:
-            node_id: The client's name.
-            refusal: The reason.
-        """
+        """Log the `refusal` of client `node_id`, ever more seldom if there are many."""
         self._refusals.add(node_id, refusal)
 
     def _read(self, requests: Iterable[Any], sources: dict[str, Source]) -> None:
@@ -261,11 +256,7 @@ def serve(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the root server; return the exit code.
-
-    Args:
-        arguments: The arguments without the program's name; None: those of the process.
-    """
+    """Run the root server with `arguments` (None: `sys.argv[1:]`); return the exit code."""
     from nvidia_resiliency_ext.shared_utils._funnel.server import command
 
     return command.run_program(command.root_parser(), command.serve_root, arguments)
