@@ -41,11 +41,9 @@ def findings() -> list[Finding]:
     """Look at packages, host, hardware and stale run directories."""
     from .rundir import stale_run_dirs
 
-    stale = (
-        f"{path} is left from a run that is over; --clean removes it" for path in stale_run_dirs()
-    )
-    found = [*package_versions(), *host_findings(), *hardware_findings()]
-    return [*found, *(Finding("warning", "run directory", text) for text in stale)]
+    text = "is left from a run that is over; --clean removes it"
+    stale = [Finding("warning", "run directory", f"{path} {text}") for path in stale_run_dirs()]
+    return [*package_versions(), *host_findings(), *hardware_findings(), *stale]
 
 
 def package_versions() -> list[Finding]:

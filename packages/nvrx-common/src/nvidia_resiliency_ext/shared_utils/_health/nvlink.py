@@ -114,8 +114,7 @@ class NVLHealthCheck(DeviceCheck):
         evidence: dict[str, dict[str, str]] = {}
         for device in devices:
             label = device_label(device)
-            states: dict[str, str] = {}
-            evidence[label] = states
+            states = evidence.setdefault(label, {})
             try:
                 for link in range(link_count(device)):
                     state = _state(device, link)
