@@ -34,6 +34,7 @@ class WrappedAttribute:
         make: Returns the replacement. It is called once, with this object.
 
     Attributes:
+        owner, name: As given.
         original: What was found: of classes the descriptor, such as a `staticmethod`.
         is_active: Whether it was not restored yet.
 

@@ -105,7 +105,10 @@ class LogQuery:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """A service's advice: an `action` of the `ACTION_` names, its `reason`, and the `source`."""
+    """A service's advice.
+
+    `action` is one of the `ACTION_` names, `reason` one sentence, `source` the analysis's name.
+    """
 
     action: str = ACTION_UNKNOWN
     reason: str = ""

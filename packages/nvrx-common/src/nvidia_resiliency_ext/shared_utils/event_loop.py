@@ -149,7 +149,8 @@ class EventLoop:
     ) -> None:
         """Call `callback` whenever the descriptor of `fileobj` is readable or hung up.
 
-        With `write` also whenever it is writable. A descriptor that is watched already is changed.
+        With `write` also whenever it is writable. A descriptor that is watched already gets this
+        callback in place of the one that it had.
         """
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if write else 0)
         known = self._selector.get_map().get(fileobj)

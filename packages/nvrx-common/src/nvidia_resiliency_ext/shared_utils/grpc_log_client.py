@@ -264,7 +264,10 @@ class LogFunnelClient:
         return left_behind(self._spill_dir, self._spill_name, self.node_id)
 
     def flush(self, deadline_s: float | None = 30.0) -> None:
-        """Flush all targets, with one `deadline_s`, as `LogTarget`; raise the first error then."""
+        """Flush all targets as `LogTarget.flush` does; raise the first error at the end.
+
+        All of them together have `deadline_s` (s, None: no limit).
+        """
         deadline = Deadline.after(deadline_s)
         errors = []
         for send_buffer in self._send_buffers():
@@ -284,7 +287,7 @@ class LogFunnelClient:
         """Close all targets and the connection; harmless when repeated.
 
         Returns:
-            Whether everything was confirmed in `deadline_s` (None: no limit); see `LogTarget`.
+            Whether all was confirmed in `deadline_s` (s, None: no limit); see `LogTarget.close`.
         """
         if self._owner_pid != os.getpid():
             return True

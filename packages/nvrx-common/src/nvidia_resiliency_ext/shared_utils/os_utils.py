@@ -215,7 +215,7 @@ def atomic_write(
 def sync_directory(directory: int | str | os.PathLike[str]) -> None:
     """Wait until the names in `directory`, a path or descriptor, would survive a power cut.
 
-    File systems that cannot do so are left alone.
+    A descriptor stays open. File systems that cannot do so are left alone.
 
     Raises:
         OSError: It cannot be opened, or the device failed.
@@ -237,7 +237,7 @@ def sync_directory(directory: int | str | os.PathLike[str]) -> None:
 def read_regular_file(
     path: str | os.PathLike[str], max_bytes: int, *, follows_symlink: bool = False
 ) -> bytes:
-    """Return the first `max_bytes` of the file `path`, which another user may have written.
+    """Return at most `max_bytes`, the first, of file `path`, which another user may have written.
 
     Raises:
         OSError: It is absent, unreadable, a symbolic link without `follows_symlink`, or no regular

@@ -226,7 +226,7 @@ class Channel:
         return [self._fds.popleft() for _ in range(min(count, len(self._fds)))]
 
     def send(self, message: object, fds: Sequence[int] = (), *, is_droppable: bool = False) -> None:
-        """Send `message`, or keep it until the peer takes it; never waits.
+        """Send `message`, of the channel's set, or keep it until the peer takes it; never waits.
 
         Of the attached descriptors `fds` the caller keeps its own. What `is_droppable` may be
         thrown away first when too much waits.

@@ -336,7 +336,7 @@ class FakeSysfs:
     def set_counter(
         self, name: str, counter: str, value: int, *, port: int = 1, folder: str = "counters"
     ) -> None:
-        """Set a `counter` of a port to `value`; its `folder` may also be `hw_counters`."""
+        """Set a `counter` of a port to `value`, in `folder` `counters` or `hw_counters`."""
         self._write(f"class/infiniband/{name}/ports/{port}/{folder}/{counter}", str(value))
 
     def set_carrier(self, name: str, netdev: str, *, has_carrier: bool) -> None:

@@ -120,7 +120,7 @@ class TextLineFormatter(logging.Formatter):
     _second: tuple[int, str] = (-1, "")
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - the standard library's name
-        """Return the time of `record`, by `time.strftime` with `datefmt` or with milliseconds."""
+        """Return the local time of `record`: by `datefmt` (of `strftime`) or with milliseconds."""
         if datefmt:
             return super().formatTime(record, datefmt)
         second = int(record.created)
