@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from nvidia_resiliency_ext.shared_utils._funnel.server import chunks
 from nvidia_resiliency_ext.shared_utils._funnel.server.chunks import Chunk, Refusal
@@ -18,13 +19,8 @@ from nvidia_resiliency_ext.shared_utils._funnel.server.funnel import Funnel
 from nvidia_resiliency_ext.shared_utils._funnel.server.process import CLOSE_S
 from nvidia_resiliency_ext.shared_utils._funnel.server.service import RefusalLog
 from nvidia_resiliency_ext.shared_utils._funnel.server.settings import FunnelOptions
-from nvidia_resiliency_ext.shared_utils._funnel.server.target import Source
+from nvidia_resiliency_ext.shared_utils._funnel.server.target import Source, Target
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from nvidia_resiliency_ext.shared_utils._funnel.server.target import Target
 
 __all__ = ["LogAggregationServicer", "main", "serve"]
 

@@ -8,13 +8,12 @@ import io
 import json
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from nvidia_resiliency_ext.shared_utils.credentials import TokenFile
 
 __all__ = ["Endpoint", "JsonConnection", "parse_endpoint"]

@@ -12,6 +12,8 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Mapping
+from typing import TextIO
 
 from nvidia_resiliency_ext.shared_utils._logging.handler import (
     JsonLineFormatter,
@@ -20,15 +22,6 @@ from nvidia_resiliency_ext.shared_utils._logging.handler import (
     line_format,
     open_log_directory,
 )
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import TextIO
-
-    _TextHandler = logging.StreamHandler[TextIO]
-else:
-    _TextHandler = logging.StreamHandler  # cannot be subscripted by Python 3.10
 
 __all__ = ["LogConfig", "LogManager", "setup_logger"]
 
@@ -236,7 +229,7 @@ def setup_logger(
     return logger
 
 
-class _ConsoleHandler(_TextHandler):
+class _ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not in Python 3.10
     """Writes to what ``sys.stderr`` or ``sys.stdout`` is at that moment, as tests replace it."""
 
     def __init__(self, *, is_stdout: bool) -> None:

@@ -15,14 +15,12 @@ import os
 import stat
 import time
 from _thread import allocate_lock  # of what `threading` has, all that is needed at every import
+from collections.abc import Mapping
 from math import isfinite
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from .kinds import Event
-
 
 LINE_LIMIT = 4096  # the size up to which an append is one piece on every file system we know
 _SHORTEST_CUT = 16

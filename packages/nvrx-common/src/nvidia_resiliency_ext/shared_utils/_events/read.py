@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import BinaryIO
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 from .log import SCHEMA
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from typing import BinaryIO
-
 
 _LINE_LIMIT = 64 * 1024
 _FILE_LIMIT = 256 * 1024 * 1024

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
@@ -23,10 +24,7 @@ from .nvml import (
 from .pci import normal_bus_id
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from .nvml_helper import HelperAnswering
-
 
 lock = threading.RLock()
 """Held for one driver call at a time by the session; others may hold it around calls of theirs."""

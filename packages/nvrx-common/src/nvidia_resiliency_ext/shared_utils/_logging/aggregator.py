@@ -9,9 +9,9 @@ import os
 import select
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.directory_notices import DirectoryNotices
 from nvidia_resiliency_ext.shared_utils.errors import DirectoryBusyError
@@ -21,13 +21,7 @@ from nvidia_resiliency_ext.shared_utils.procfs import boot_id
 
 from .handler import open_log_directory
 from .journal import Batch, Position, PositionFile
-from .reader import Sources, render, take
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from .reader import Read, Source
-
+from .reader import Read, Source, Sources, render, take
 
 _log = logging.getLogger("nvrx")
 

@@ -8,13 +8,10 @@ import json
 import os
 import stat
 import time
+from collections.abc import Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from zlib import crc32
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 STATE_NAME = ".nvrx_log_aggregator.state"
 FRESH_S = 60.0

@@ -7,20 +7,14 @@ import contextlib
 import os
 import re
 import stat
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from operator import itemgetter
-from typing import TYPE_CHECKING
 from zlib import crc32
 
 from .handler import LINE_HEAD, seconds_of
-from .journal import FilePosition
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from .journal import Position
-
+from .journal import FilePosition, Position
 
 CONTINUED = b"\t"
 _JSON_HEAD = r'\{"ts":"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"'

@@ -4,20 +4,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
-from .timeline import plain
+from .timeline import Timeline, plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     from opentelemetry.metrics import CallbackOptions, Meter, Observation
-
-    from .timeline import Timeline
 
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 _TIMEOUT_S = 10.0  # of the exporter, which counts from the last byte that came

@@ -6,18 +6,15 @@ from __future__ import annotations
 import os
 import re
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_MESSAGE_BYTES, Access
 from nvidia_resiliency_ext.shared_utils.credentials import PemFile, TokenFile
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, MissingExtraError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from .limits import Chunk
-
+from .limits import Chunk
 
 _LONGEST_UNIX_PATH = 107
 _HIGHEST_PORT = 65535

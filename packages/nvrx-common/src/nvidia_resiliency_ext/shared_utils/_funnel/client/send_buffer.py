@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import (
@@ -18,13 +18,9 @@ from nvidia_resiliency_ext.shared_utils.errors import (
     LogTargetRefusedError,
 )
 
-from .limits import BATCH_BYTES, Backoff, Gap
-
-if TYPE_CHECKING:
-    from .limits import Chunk, Notices
-    from .link import Link
-    from .stream import Stream
-
+from .limits import BATCH_BYTES, Backoff, Chunk, Gap, Notices
+from .link import Link
+from .stream import Stream
 
 _PLAIN_MAX_BYTES = 4 * 1024 * 1024
 _PLAIN_PAUSE_S = 1.0

@@ -18,20 +18,14 @@ import stat
 import struct
 import zlib
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.os_utils import lock_file, private_dir, remove_tree_at
 
-from .limits import MAX_LINE_BYTES, Chunk, Gap
+from .limits import MAX_LINE_BYTES, Chunk, Gap, MemoryBudget
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from .limits import MemoryBudget
-
-    Report = Callable[[int, str], None]
-
+Report = Callable[[int, str], None]
 
 _OWNER = "stream.json"
 _LARGEST_OWNER_BYTES = 64 * 1024

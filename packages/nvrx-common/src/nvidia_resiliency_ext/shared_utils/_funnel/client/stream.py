@@ -14,7 +14,6 @@ The window has a limit of its own. The owner of a stream holds a lock around eve
 from __future__ import annotations
 
 from collections import Counter, deque
-from typing import TYPE_CHECKING
 
 from .limits import (
     BATCH_BYTES,
@@ -26,9 +25,7 @@ from .limits import (
     cut_at,
     notice_of,
 )
-
-if TYPE_CHECKING:
-    from .spill import Spill
+from .spill import Spill
 
 _MAX_WINDOW_CHUNKS = 4096
 

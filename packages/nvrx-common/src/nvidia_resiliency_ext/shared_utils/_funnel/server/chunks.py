@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
 
 RETRY_CODE = "UNAVAILABLE"
 """The code of a refusal after which the same chunk may be sent again later."""

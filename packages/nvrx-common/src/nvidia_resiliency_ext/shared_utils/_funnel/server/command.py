@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from nvidia_resiliency_ext.shared_utils import console
 from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
@@ -17,10 +17,6 @@ from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from . import leaf, process, root
 from .service import AddressError
 from .settings import FSYNC_POLICIES, FunnelOptions, ServerConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
 
 _MAX_PORT = 65535
 _EXIT_CONFIG = 2

@@ -7,15 +7,12 @@ import logging
 import math
 import os
 import re
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from operator import attrgetter
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable
 
 _logger = logging.getLogger("LogAggregationServer")
 

@@ -8,18 +8,14 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_NAME_BYTES, MAX_PATH_BYTES
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, UnsafePathError
 from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, lock_file, open_append_beneath
 
 from .chunks import Refusal
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
 
 MAX_BYTES = 64 << 20
 _MOST_RECORD_BYTES = MAX_BYTES // 8

@@ -11,20 +11,15 @@ import errno
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
 
 from . import settings
-from .chunks import RETRY_CODE, Refusal, record_end
+from .chunks import RETRY_CODE, Chunk, Refusal, record_end
 from .files import Roots
 from .queue import Queue
+from .settings import FunnelOptions
 from .target import Pending, Source, Target
-
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.shared_utils.clock import Deadline
-
-    from .chunks import Chunk
-    from .settings import FunnelOptions
-
 
 _logger = logging.getLogger("LogAggregationServer")
 

@@ -14,19 +14,15 @@ import random
 import uuid
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_MESSAGE_BYTES, SERVICE
+from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_MESSAGE_BYTES, SERVICE, Access
 
 from . import chunks, process
 from .chunks import Refusal
 from .files import Roots
 from .service import ERRORS_IN_ACKS, AddressError, Rpc, Service
 from .settings import ServerConfig
-
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
-
 
 _logger = logging.getLogger("LogAggregationLeaf")
 

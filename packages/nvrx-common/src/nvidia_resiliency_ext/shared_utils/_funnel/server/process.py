@@ -11,19 +11,14 @@ import resource
 import signal
 import socket
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any, TypeVar
 
 from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_MESSAGE_BYTES
 
 from . import chunks
-from .service import AddressError
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterator
-
-    from .service import Service
-    from .settings import ServerConfig
-
+from .service import AddressError, Service
+from .settings import ServerConfig
 
 _Result = TypeVar("_Result")
 

@@ -7,25 +7,17 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import UnsafePathError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 from .chunks import Refusal
 from .cycles import Completion
-from .files import LogFile, StaleLogError
-from .target import Batch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from nvidia_resiliency_ext.shared_utils.clock import Deadline
-
-    from .files import Roots
-    from .settings import FunnelOptions
-    from .target import Pending, Source, Target
-
+from .files import LogFile, Roots, StaleLogError
+from .settings import FunnelOptions
+from .target import Batch, Pending, Source, Target
 
 _logger = logging.getLogger("LogAggregationServer")
 

@@ -11,16 +11,12 @@ import abc
 import asyncio
 import logging
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nvidia_resiliency_ext.shared_utils._funnel.shared import SERVICE
+from nvidia_resiliency_ext.shared_utils._funnel.shared import SERVICE, Access
 
 from . import chunks
 from .chunks import Refusal
-
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
-
 
 ERRORS_IN_ACKS = ("nvrx-errors", "ack")
 _MAX_ID_CHARS = 256

@@ -6,13 +6,9 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
-
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
-
 
 FSYNC_POLICIES = ("never", "interval", "commit")
 _LEAST = {

@@ -5,19 +5,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from .chunks import NEWLINE_BYTE
-from .files import IOV_MAX
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from .chunks import Refusal
-    from .cycles import CycleFile
-    from .files import LogFile, Piece, Place
-
+from .chunks import NEWLINE_BYTE, Refusal
+from .cycles import CycleFile
+from .files import IOV_MAX, LogFile, Piece, Place
 
 _BATCH_BYTES = 4 << 20
 _CAREFUL_BATCH_BYTES = 64 << 10
