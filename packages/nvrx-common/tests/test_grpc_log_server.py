@@ -25,7 +25,7 @@ from funnel_peers import chunk, send, send_acked
 
 from nvidia_resiliency_ext.shared_utils import grpc_log_server
 from nvidia_resiliency_ext.shared_utils._funnel.server import files
-from nvidia_resiliency_ext.shared_utils._funnel.server.settings import FunnelOptions
+from nvidia_resiliency_ext.shared_utils._funnel.server.queue import FunnelOptions
 from nvidia_resiliency_ext.shared_utils.grpc_log_server import LogAggregationServicer
 from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
 

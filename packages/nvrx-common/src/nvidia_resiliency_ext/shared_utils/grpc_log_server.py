@@ -17,8 +17,8 @@ from nvidia_resiliency_ext.shared_utils._funnel.server import chunks
 from nvidia_resiliency_ext.shared_utils._funnel.server.chunks import Chunk, Refusal
 from nvidia_resiliency_ext.shared_utils._funnel.server.funnel import Funnel
 from nvidia_resiliency_ext.shared_utils._funnel.server.process import CLOSE_S
+from nvidia_resiliency_ext.shared_utils._funnel.server.queue import FunnelOptions
 from nvidia_resiliency_ext.shared_utils._funnel.server.service import RefusalLog
-from nvidia_resiliency_ext.shared_utils._funnel.server.settings import FunnelOptions
 from nvidia_resiliency_ext.shared_utils._funnel.server.target import Source, Target
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 
@@ -235,7 +235,7 @@ def serve(
         OSError: It cannot listen there.
     """
     from nvidia_resiliency_ext.shared_utils._funnel.server import root
-    from nvidia_resiliency_ext.shared_utils._funnel.server.settings import ServerConfig
+    from nvidia_resiliency_ext.shared_utils._funnel.server.process import ServerConfig
     from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
 
     del max_workers

@@ -15,8 +15,8 @@ from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 from . import leaf, process, root
+from .queue import FSYNC_POLICIES, FunnelOptions
 from .service import AddressError
-from .settings import FSYNC_POLICIES, FunnelOptions, ServerConfig
 
 _MAX_PORT = 65535
 _EXIT_CONFIG = 2
@@ -110,7 +110,7 @@ def leaf_parser() -> argparse.ArgumentParser:
 
 
 def serve_root(options: argparse.Namespace) -> int:
-    config = ServerConfig(
+    config = process.ServerConfig(
         host=options.host,
         port=options.port,
         grace_s=options.graceful_shutdown_timeout,

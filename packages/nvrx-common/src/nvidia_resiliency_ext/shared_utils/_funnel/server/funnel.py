@@ -14,12 +14,10 @@ from collections import deque
 
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 
-from . import settings
 from .chunks import RETRY_CODE, Chunk, Refusal, record_end
 from .files import Roots
-from .queue import Queue
-from .settings import FunnelOptions
-from .target import Pending, Source, Target
+from .queue import FunnelOptions, Queue
+from .target import Pending, Source, Target, claim
 
 _logger = logging.getLogger("LogAggregationServer")
 
@@ -177,7 +175,7 @@ class Funnel:
             raise Refusal("RESOURCE_EXHAUSTED", f"a stream may send at most {most} bytes")
         if self._options.verify_node_prefix:
             node = chunk.node_id or source.node_id
-            foreign = settings.claim(chunk.data, node, target.owners)
+            foreign = claim(chunk.data, node, target.owners)
             if foreign is not None:
                 prefix, owner = foreign
                 reason = f"node {node!r} may not write lines of {prefix!r}, which is of {owner!r}"

@@ -22,7 +22,6 @@ from . import chunks, process
 from .chunks import Refusal
 from .files import Roots
 from .service import ERRORS_IN_ACKS, AddressError, Rpc, Service
-from .settings import ServerConfig
 
 _logger = logging.getLogger("LogAggregationLeaf")
 
@@ -436,7 +435,7 @@ class _LeafService(Service):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeafConfig(ServerConfig):
+class LeafConfig(process.ServerConfig):
     """Settings of a leaf; it holds `max_chunks` at most until the root confirms them."""
 
     upstream: str

@@ -12,13 +12,13 @@ import signal
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_MESSAGE_BYTES
+from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_MESSAGE_BYTES, Access
 
 from . import chunks
 from .service import AddressError, Service
-from .settings import ServerConfig
 
 _Result = TypeVar("_Result")
 
@@ -49,6 +49,16 @@ _OPTIONS = (
     ("grpc.server.max_pending_requests", _MAX_PENDING),
     ("grpc.server.max_pending_requests_hard_limit", 2 * _MAX_PENDING),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Settings of both servers; `host` may be `unix:PATH`, `grace_s` is from the request to end."""
+
+    host: str
+    port: int
+    grace_s: float
+    access: Access
 
 
 def run_until_complete(main: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:

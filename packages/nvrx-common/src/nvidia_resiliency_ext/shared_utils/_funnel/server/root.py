@@ -16,8 +16,8 @@ from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from . import chunks, process
 from .chunks import Refusal, decode
 from .funnel import Funnel
+from .queue import FunnelOptions
 from .service import ERRORS_IN_ACKS, Rpc, Service
-from .settings import FunnelOptions, ServerConfig
 from .target import Source
 
 _PATIENCE_S = 5.0
@@ -237,7 +237,7 @@ class RootService(Service):
         return self._funnel.queue.stats()
 
 
-def run(config: ServerConfig, options: FunnelOptions) -> int:
+def run(config: process.ServerConfig, options: FunnelOptions) -> int:
     """Serve until asked to end; return the exit code."""
     funnel = Funnel(options)
 
