@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from typing import Any, Final, NoReturn
 
@@ -22,42 +23,6 @@ SHELLS: Final = ("bash", "zsh")
 _FOR_ZSH: Final = (
     "autoload -U +X compinit && compinit -u\nautoload -U +X bashcompinit && bashcompinit\n"
 )
-
-_SCRIPT: Final = """\
-{function}() {{
-    local cur="${{COMP_WORDS[COMP_CWORD]}}" prev="" head="" i=1
-    COMPREPLY=()
-    [ "$COMP_CWORD" -lt 1 ] || prev="${{COMP_WORDS[COMP_CWORD - 1]}}"
-    # bash takes --flag=value for three words, zsh for one.
-    if [ "$cur" = "=" ]; then
-        cur=""
-    elif [ "$prev" = "=" ]; then
-        prev="${{COMP_WORDS[COMP_CWORD - 2]}}"
-    else
-        case "$cur" in --*=*) prev="${{cur%%=*}}" head="${{cur%%=*}}=" cur="${{cur#*=}}" ;; esac
-    fi
-{border}    case "$prev" in
-{values}    {takes}) return ;;
-    esac
-    case "$cur" in -*) COMPREPLY=($(compgen -W "{flags}" -- "$cur")) ;; esac
-}}
-complete -o default -F {function} {program}
-"""
-
-_BORDER: Final = """\
-    # From the first word that is no flag and no value on, all words are another program's.
-    while [ "$i" -lt "$COMP_CWORD" ]; do
-        case "${{COMP_WORDS[i]}}" in
-        {takes})
-            i=$((i + 1))
-            [ "${{COMP_WORDS[i]}}" != "=" ] || i=$((i + 1))
-            ;;
-        -*) ;;
-        *) return ;;
-        esac
-        i=$((i + 1))
-    done
-"""
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
@@ -80,14 +45,24 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
         if _shown(action) and (words := _words_of(action))
     )
     has_another = any(action.nargs == argparse.REMAINDER for action in actions)
-    return (_FOR_ZSH if shell == "zsh" else "") + _SCRIPT.format(
+    return (_FOR_ZSH if shell == "zsh" else "") + _filled(
+        "completion.sh",
         function="_" + re.sub(r"\W", "_", parser.prog),
         program=parser.prog,
-        border=_BORDER.format(takes=takes) if has_another else "",
+        border=_filled("completion_border.sh", takes=takes) if has_another else "",
         values=values,
         takes=takes,
         flags=" ".join(sorted(flags)),
     )
+
+
+def _filled(name: str, **words: str) -> str:
+    """Return the script of that name beside this module, with `words` in their `@places@`."""
+    with open(os.path.join(os.path.dirname(__file__), name), encoding="utf-8") as file:
+        text = file.read().partition("\n")[2]  # all but the licence
+    for place, word in words.items():
+        text = text.replace(f"@{place}@", word)
+    return text
 
 
 def _shown(action: argparse.Action) -> list[str]:
