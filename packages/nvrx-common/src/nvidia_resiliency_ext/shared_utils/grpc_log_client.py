@@ -15,24 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Literal, final
 
-from nvidia_resiliency_ext.shared_utils._funnel.client.limits import (
-    BATCH_BYTES,
-    MemoryBudget,
-    Notices,
-)
-from nvidia_resiliency_ext.shared_utils._funnel.client.link import FunnelTls, Link, access_of
-from nvidia_resiliency_ext.shared_utils._funnel.client.send_buffer import SendBuffer
-from nvidia_resiliency_ext.shared_utils._funnel.client.spill import (
-    Identity,
-    Spill,
-    adopt,
-    left_behind,
-)
-from nvidia_resiliency_ext.shared_utils._funnel.client.stream import Stream
-from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_NAME_BYTES, MAX_PATH_BYTES
-from nvidia_resiliency_ext.shared_utils.clock import Deadline
-from nvidia_resiliency_ext.shared_utils.errors import ConfigError, LogFunnelClosedError, NvrxError
-from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
+from ._funnel.client.limits import BATCH_BYTES, MemoryBudget, Notices
+from ._funnel.client.link import FunnelTls, Link, access_of
+from ._funnel.client.send_buffer import SendBuffer
+from ._funnel.client.spill import Identity, Spill, adopt, left_behind
+from ._funnel.client.stream import Stream
+from ._funnel.shared import MAX_NAME_BYTES, MAX_PATH_BYTES
+from .clock import Deadline
+from .errors import ConfigError, LogFunnelClosedError, NvrxError
+from .log_manager import LogConfig
 
 __all__ = ["FunnelStats", "FunnelTls", "LogFunnelClient", "LogTarget"]
 

@@ -13,14 +13,14 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from nvidia_resiliency_ext.shared_utils._funnel.server import chunks
-from nvidia_resiliency_ext.shared_utils._funnel.server.chunks import Chunk, Refusal
-from nvidia_resiliency_ext.shared_utils._funnel.server.funnel import Funnel
-from nvidia_resiliency_ext.shared_utils._funnel.server.process import CLOSE_S
-from nvidia_resiliency_ext.shared_utils._funnel.server.queue import FunnelOptions
-from nvidia_resiliency_ext.shared_utils._funnel.server.service import RefusalLog
-from nvidia_resiliency_ext.shared_utils._funnel.server.target import Source, Target
-from nvidia_resiliency_ext.shared_utils.clock import Deadline
+from ._funnel.server import chunks
+from ._funnel.server.chunks import Chunk, Refusal
+from ._funnel.server.funnel import Funnel
+from ._funnel.server.process import CLOSE_S
+from ._funnel.server.queue import FunnelOptions
+from ._funnel.server.service import RefusalLog
+from ._funnel.server.target import Source, Target
+from .clock import Deadline
 
 __all__ = ["LogAggregationServicer", "main", "serve"]
 
@@ -234,9 +234,9 @@ def serve(
         ValueError: A setting makes no sense, or there is no root.
         OSError: It cannot listen there.
     """
-    from nvidia_resiliency_ext.shared_utils._funnel.server import root
-    from nvidia_resiliency_ext.shared_utils._funnel.server.process import ServerConfig
-    from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
+    from ._funnel.server import root
+    from ._funnel.server.process import ServerConfig
+    from ._funnel.shared import Access
 
     del max_workers
     if allowed_roots is None:
@@ -253,12 +253,12 @@ def serve(
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the root server with `arguments` (None: `sys.argv[1:]`); return the exit code."""
-    from nvidia_resiliency_ext.shared_utils._funnel.server import command
+    from ._funnel.server import command
 
     return command.run_program(command.root_parser(), command.serve_root, arguments)
 
 
 if __name__ == "__main__":
-    from nvidia_resiliency_ext.shared_utils._funnel.server.command import leave
+    from ._funnel.server.command import leave
 
     leave(main())

@@ -16,18 +16,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nvidia_resiliency_ext.shared_utils.errors import (
-    DeadlineExceededError,
-    MalformedFrameError,
-    WireError,
-)
-from nvidia_resiliency_ext.shared_utils.rundir import MAX_SOCKET_PATH_BYTES
-from nvidia_resiliency_ext.shared_utils.wire import (
-    FrameReader,
-    MessageSet,
-    receive_with_fds,
-    rights,
-)
+from .errors import DeadlineExceededError, MalformedFrameError, WireError
+from .rundir import MAX_SOCKET_PATH_BYTES
+from .wire import FrameReader, MessageSet, receive_with_fds, rights
 
 __all__ = ["Channel", "connect", "listen", "set_ipc_socket_timeouts"]
 
