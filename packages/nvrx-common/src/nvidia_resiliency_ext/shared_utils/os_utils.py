@@ -138,12 +138,12 @@ def open_append_beneath(root_fd: int, relpath: str | os.PathLike[str], mode: int
     directory = os.dup(root_fd)
     try:
         for name in names[:-1]:
-            child = _open_unlinked(name, _OPEN_DIRECTORY, directory, relpath)
+            child = open_unlinked(name, _OPEN_DIRECTORY, directory, relpath)
             os.close(directory)
             directory = child
         # O_NONBLOCK: a pipe planted under this name must not hold us up.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = _open_unlinked(names[-1], flags, directory, relpath, mode)
+        descriptor = open_unlinked(names[-1], flags, directory, relpath, mode)
     finally:
         os.close(directory)
     status = os.fstat(descriptor)
@@ -269,7 +269,7 @@ def private_dir(path: str | os.PathLike[str]) -> str:
     """
     path = os.fspath(path)
     _make_private(os.path.abspath(path))
-    descriptor = _open_unlinked(path.rstrip("/") or "/", _OPEN_DIRECTORY, None, path)
+    descriptor = open_unlinked(path.rstrip("/") or "/", _OPEN_DIRECTORY, None, path)
     try:
         status = os.fstat(descriptor)
         if status.st_uid != os.geteuid():
@@ -320,6 +320,19 @@ def remove_tree_at(name: str, directory_fd: int) -> None:
     raise OSError(errno.ENOTEMPTY, "others keep adding to the directory", name)
 
 
+def remove_tree(path: str) -> None:
+    """Remove `path` as `remove_tree_at` does; a parent that is missing is no error, either."""
+    parent, name = os.path.split(path)
+    try:
+        directory = os.open(parent, _OPEN_DIRECTORY)
+    except FileNotFoundError:
+        return
+    try:
+        remove_tree_at(name, directory)
+    finally:
+        os.close(directory)
+
+
 def _make_private(path: str) -> None:
     # Not os.makedirs: it leaves the permissions of parents to the umask.
     if os.path.lexists(path):
@@ -329,9 +342,10 @@ def _make_private(path: str) -> None:
         os.mkdir(path, 0o700)
 
 
-def _open_unlinked(
+def open_unlinked(
     name: str, flags: int, directory_fd: int | None, path: str, mode: int = 0o600
 ) -> int:
+    """Open `name`, the last part of `path` or of its beginning; refuse a symbolic link."""
     try:
         return os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=directory_fd)
     except OSError as error:

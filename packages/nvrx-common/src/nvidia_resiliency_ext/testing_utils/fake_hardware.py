@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write
+
 __all__ = ["FakeDriver", "FakeNodeDaemon", "FakeNvml", "FakeSysfs", "NoCompilerError", "fake_sysfs"]
 
 
@@ -139,9 +141,7 @@ class FakeDriver:
     def _write(self) -> None:
         # Replaced as a whole: a driver call may read it at this moment.
         text = "".join(f"{key} {value}\n" for key, value in self._answers.items())
-        with open(f"{self._control}.new", "w", encoding="ascii") as file:
-            file.write(text)
-        os.replace(f"{self._control}.new", self._control)
+        atomic_write(self._control, text.encode("ascii"), mode=None, fsync=False)
 
     def _build(self) -> None:
         if not os.path.exists(_SOURCE):  # else it would pass for a compiler's fault

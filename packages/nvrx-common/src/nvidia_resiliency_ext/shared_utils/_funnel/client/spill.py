@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from nvidia_resiliency_ext.shared_utils.os_utils import lock_file, private_dir, remove_tree_at
+from nvidia_resiliency_ext.shared_utils.os_utils import lock_file, private_dir, remove_tree
 
 from .limits import MAX_LINE_BYTES, Chunk, Gap, MemoryBudget
 
@@ -80,15 +80,10 @@ def make_place(spill_dir: str, identity: Identity) -> tuple[str, int]:
 
 def remove_place(path: str, owner_fd: int) -> None:
     """Remove a directory of our own, and the one above when nobody else has files there."""
-    parent, name = os.path.split(path)
     with contextlib.suppress(OSError):
-        directory = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            remove_tree_at(name, directory)
-        finally:
-            os.close(directory)
+        remove_tree(path)
     with contextlib.suppress(OSError):
-        os.rmdir(parent)
+        os.rmdir(os.path.dirname(path))
     # Last: as long as the lock is held nobody takes the directory over.
     os.close(owner_fd)
 

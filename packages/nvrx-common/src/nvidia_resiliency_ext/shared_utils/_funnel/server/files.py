@@ -13,7 +13,12 @@ from dataclasses import dataclass, field
 
 from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_NAME_BYTES, MAX_PATH_BYTES
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, UnsafePathError
-from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, lock_file, open_append_beneath
+from nvidia_resiliency_ext.shared_utils.os_utils import (
+    atomic_write,
+    lock_file,
+    open_append_beneath,
+    open_unlinked,
+)
 
 from .chunks import Refusal
 
@@ -191,22 +196,12 @@ class Roots:
 
 def _enter(directory: int, name: str) -> int:
     try:
-        return _open_directory(directory, name)
+        return open_unlinked(name, _OPEN_DIRECTORY, directory, name)
     except FileNotFoundError:
         # Where somebody else made it, or a dangling link, the next line tells.
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, DIRECTORY_MODE, dir_fd=directory)
-        return _open_directory(directory, name)
-
-
-def _open_directory(directory: int, name: str) -> int:
-    try:
-        return os.open(name, _OPEN_DIRECTORY, dir_fd=directory)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            message = f"{name} is a symbolic link or no directory"
-            raise UnsafePathError(error.errno, message) from error
-        raise
+        return open_unlinked(name, _OPEN_DIRECTORY, directory, name)
 
 
 def _open_log(directory: int, name: str) -> int:
