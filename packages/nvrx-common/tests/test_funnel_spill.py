@@ -30,6 +30,7 @@ class SpillCase:
         self.directory = directory
         self.said: list[str] = []
         self.budget = MemoryBudget(1024 * KIB, 1024 * KIB)
+        self.budget.window_bytes = 1 << 20
         self.made: list[Spill] = []
 
     def identity(self, path: str = "/logs/a.log") -> Identity:
@@ -145,7 +146,7 @@ def test_damage_is_told(case: SpillCase) -> None:
     with file.open("r+b") as opened:
         opened.seek(10_000)
         opened.write(b"damage")
-    stream = Stream(case.budget, spill, drops=False, window_bytes=1 << 20)
+    stream = Stream(case.budget, spill, drops=False)
     lines = []
     while (sent := stream.take(1.0)) is not None:
         lines.append(sent.data)
@@ -162,7 +163,7 @@ def test_gap_survives_the_process(case: SpillCase) -> None:
     spill = case.make()
     for seq in range(1, 601):
         assert spill.append(chunk(seq))
-    stream = Stream(case.budget, spill, drops=True, window_bytes=1 << 20, first_seq=601)
+    stream = Stream(case.budget, spill, drops=True, first_seq=601)
     for _ in range(2):
         assert stream._drop_oldest()
     assert stream.move_to_spill()
@@ -298,7 +299,7 @@ def test_numbers_of_a_successor(case: SpillCase) -> None:
     successor = case.adopt()
     assert successor is not None
     first_seq = successor.next_generation()
-    stream = Stream(case.budget, successor, drops=False, window_bytes=1 << 20, first_seq=first_seq)
+    stream = Stream(case.budget, successor, drops=False, first_seq=first_seq)
     stream.buffer += b"new\n"
     old, new = stream.take(1.0), stream.take(2.0)
     assert old is not None

@@ -42,7 +42,8 @@ class Server:
 
 
 def make_stream(budget: MemoryBudget, spill: Spill | None = None, *, drops: bool = False) -> Stream:
-    return Stream(budget, spill, drops=drops, window_bytes=WINDOW)
+    budget.window_bytes = WINDOW
+    return Stream(budget, spill, drops=drops)
 
 
 @pytest.fixture
@@ -298,10 +299,11 @@ def test_any_order_of_events_loses_and_doubles_nothing(tmp_path: Path, seed: int
         elif event > 0.998 and not drops:
             spill.forget_descriptors()
             budget = MemoryBudget(256 * KIB, 1024 * KIB)
+            budget.window_bytes = WINDOW
             adopted = adopt(str(tmp_path / "spill"), spill.identity, budget, lambda *_: None)
             spill = adopted or make_spill(tmp_path, budget)
             first = server.committed + 1 if adopted is None else spill.next_generation()
-            stream = Stream(budget, spill, drops=drops, window_bytes=WINDOW, first_seq=first)
+            stream = Stream(budget, spill, drops=drops, first_seq=first)
             number += 10_000_000
             dropped = -1
     stream.rewind()
@@ -339,9 +341,10 @@ def test_each_end_of_a_call_leads_to_what_may_help(
     pauses: list[float] = []
     monkeypatch.setattr(SendBuffer, "_run", lambda _: None)
     monkeypatch.setattr(SendBuffer, "_pause", lambda _, seconds: pauses.append(seconds))
-    stream = Stream(MemoryBudget(1 << 20, 0), None, drops=False, window_bytes=WINDOW)
+    stream = Stream(MemoryBudget(1 << 20, 0), None, drops=False)
     link: Any = SimpleNamespace(endpoint="host:1")
-    send_buffer = SendBuffer("/a", stream, "s", link, Notices(), write_timeout_s=1.0)
+    identity = Identity("job", "node", "/a", "s")
+    send_buffer = SendBuffer(identity, stream, link, Notices(), write_timeout_s=1.0)
     send_buffer._is_plain = is_plain
     goes_on = send_buffer._after(code, "why", has_progressed=False)
     pause = "none" if not pauses else "long" if pauses[0] > 20 else "short"

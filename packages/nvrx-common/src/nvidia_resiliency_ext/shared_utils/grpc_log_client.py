@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Literal, final
 
-from ._funnel.client.limits import BATCH_BYTES, MemoryBudget, Notices
+from ._funnel.client.limits import MemoryBudget, Notices
 from ._funnel.client.link import FunnelTls, Link, access_of
 from ._funnel.client.send_buffer import SendBuffer
 from ._funnel.client.spill import Identity, Spill, adopt, left_behind
@@ -30,8 +30,6 @@ __all__ = ["FunnelStats", "FunnelTls", "LogFunnelClient", "LogTarget"]
 DEFAULT_MEMORY_LIMIT_BYTES = 64 * 1024 * 1024
 DEFAULT_SPILL_LIMIT_BYTES = 1024 * 1024 * 1024
 _SMALLEST_MEMORY_BYTES = 512 * 1024
-_LARGEST_WINDOW_BYTES = 8 * 1024 * 1024
-_WINDOW_SHARE = 4
 _STREAM_ID_BYTES = 16
 _AT_EXIT_S = 5.0
 
@@ -313,29 +311,20 @@ class LogFunnelClient:
     def _make_target(self, path: str) -> tuple[LogTarget, SendBuffer]:
         spill, first_seq = None, 1
         stream_id = os.urandom(_STREAM_ID_BYTES).hex()
+        identity = Identity(self._spill_name, self.node_id, path, stream_id)
         if self._budget.spill_limit_bytes:
-            identity = Identity(self._spill_name, self.node_id, path, stream_id)
             spill = adopt(self._spill_dir, identity, self._budget, self._notices.add)
             if spill is None:
                 spill = Spill(self._spill_dir, identity, self._budget, self._notices.add)
             else:
-                stream_id = spill.identity.stream_id
+                identity = spill.identity
                 first_seq = spill.next_generation()
                 left = spill.unread
                 line = f"sending {left.lines} lines that an ended process left for {path}"
                 self._notices.add(logging.INFO, line)
-        share = self._budget.memory_limit_bytes // _WINDOW_SHARE
-        window = max(BATCH_BYTES, min(_LARGEST_WINDOW_BYTES, share))
-        stream = Stream(
-            self._budget, spill, drops=self._drops, window_bytes=window, first_seq=first_seq
-        )
+        stream = Stream(self._budget, spill, drops=self._drops, first_seq=first_seq)
         send_buffer = SendBuffer(
-            path,
-            stream,
-            stream_id,
-            self._link,
-            self._notices,
-            write_timeout_s=self._write_timeout_s,
+            identity, stream, self._link, self._notices, write_timeout_s=self._write_timeout_s
         )
         return LogTarget(send_buffer, self._budget, self._close_target), send_buffer
 

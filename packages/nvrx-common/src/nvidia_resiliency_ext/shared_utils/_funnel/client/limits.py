@@ -112,6 +112,8 @@ class Backoff:
         return SLOW_RETRY_S * self._draw.uniform(0.75, 1.25)
 
 
+_LARGEST_WINDOW_BYTES = 8 * 1024 * 1024
+_WINDOW_SHARE = 4
 RESERVE_BYTES = 128 * 1024  # what a target may hold even when the others have used up the memory
 
 
@@ -123,6 +125,8 @@ class MemoryBudget:
 
     def __init__(self, memory_limit_bytes: int, spill_limit_bytes: int) -> None:
         self.memory_limit_bytes = memory_limit_bytes
+        share = memory_limit_bytes // _WINDOW_SHARE
+        self.window_bytes = max(BATCH_BYTES, min(_LARGEST_WINDOW_BYTES, share))  # of a target
         self.spill_limit_bytes = spill_limit_bytes
         self._changed = threading.Condition(threading.Lock())
         self.memory_bytes = 0

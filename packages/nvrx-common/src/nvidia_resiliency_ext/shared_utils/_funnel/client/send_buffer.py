@@ -20,6 +20,7 @@ from nvidia_resiliency_ext.shared_utils.errors import (
 
 from .limits import BATCH_BYTES, Backoff, Chunk, Gap, Notices
 from .link import Link
+from .spill import Identity
 from .stream import Stream
 
 _PLAIN_MAX_BYTES = 4 * 1024 * 1024
@@ -45,17 +46,16 @@ class SendBuffer:
 
     def __init__(
         self,
-        path: str,
+        identity: Identity,
         stream: Stream,
-        stream_id: str,
         link: Link,
         notices: Notices,
         *,
         write_timeout_s: float,
     ) -> None:
-        self.path = path
+        self.path = identity.path
         self._stream = stream
-        self._stream_id = stream_id
+        self._stream_id = identity.stream_id
         self._link = link
         self._notices = notices
         self._write_timeout_s = write_timeout_s
