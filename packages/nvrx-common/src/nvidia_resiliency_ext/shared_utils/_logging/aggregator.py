@@ -277,16 +277,9 @@ class Aggregation:
         """Write the position; the files of a batch come first in it, in the batch's order."""
         inode, size = self._output.place()
         others = [source for source in self._sources if source not in set(first)]
-        self._position.write(
-            Position(
-                output_inode=inode,
-                output_bytes=size,
-                files=tuple(source.position() for source in (*first, *others)),
-                batch=batch,
-                boot_id=self._boot_id,
-                monotonic_s=time.monotonic(),
-            )
-        )
+        files = tuple(source.position() for source in (*first, *others))
+        position = Position(inode, size, files, batch, self._boot_id, time.monotonic())
+        self._position.write(position)
 
     def _show_life(self) -> None:
         """Let the writers know from time to time that their files are being read."""
@@ -373,13 +366,8 @@ class NodeLogAggregator:
     def __init__(
         self, log_dir: str, temp_dir: str, log_file: str, max_file_size: int, en_chrono_ord: bool
     ) -> None:
-        self._job = Job(
-            temp_dir=os.path.abspath(temp_dir),
-            log_dir=os.path.abspath(log_dir),
-            log_file=log_file,
-            max_file_size=max_file_size,
-            is_ordered=bool(en_chrono_ord),
-        )
+        folders = os.path.abspath(temp_dir), os.path.abspath(log_dir)
+        self._job = Job(*folders, log_file, max_file_size, is_ordered=bool(en_chrono_ord))
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 

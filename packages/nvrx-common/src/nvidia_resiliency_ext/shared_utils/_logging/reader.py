@@ -282,13 +282,9 @@ class Sources:
         if source.offset == 0 and data:
             head = data[:_HEAD_BYTES]
             source.head = (len(head), crc32(head))
-        return Read(
-            data=data,
-            end=source.offset + len(data),
-            has_more=len(data) == CHUNK_BYTES and end > source.offset + len(data),
-            is_settled=is_settled,
-            is_over=self.is_over(source),
-        )
+        read_to = source.offset + len(data)
+        has_more = len(data) == CHUNK_BYTES and end > read_to
+        return Read(data, read_to, has_more, is_settled, self.is_over(source))
 
     def reread(self, source: Source) -> bytes:
         """Read again what a batch had of a file."""
