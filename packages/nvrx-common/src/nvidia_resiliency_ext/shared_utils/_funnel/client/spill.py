@@ -78,16 +78,6 @@ def make_place(spill_dir: str, identity: Identity) -> tuple[str, int]:
     return path, fd
 
 
-def remove_place(path: str, owner_fd: int) -> None:
-    """Remove a directory of our own, and the one above when nobody else has files there."""
-    with contextlib.suppress(OSError):
-        remove_tree(path)
-    with contextlib.suppress(OSError):
-        os.rmdir(os.path.dirname(path))
-    # Last: as long as the lock is held nobody takes the directory over.
-    os.close(owner_fd)
-
-
 def ownerless(spill_dir: str, key: str = "") -> Iterator[tuple[str, int, Identity]]:
     """Yield what ended processes left, oldest first: directory, descriptor, and whose it was.
 
@@ -407,10 +397,16 @@ class Spill:
         self._budget.add(spill=-segment.size)
 
     def _remove_directory(self) -> None:
+        """Remove the directory, and the one above when nobody else has files there."""
         if self._owner_fd >= 0:
             path, owner_fd = self.path, self._owner_fd
             self.path, self._owner_fd = "", -1
-            remove_place(path, owner_fd)
+            with contextlib.suppress(OSError):
+                remove_tree(path)
+            with contextlib.suppress(OSError):
+                os.rmdir(os.path.dirname(path))
+            # Last: as long as the lock is held nobody takes the directory over.
+            os.close(owner_fd)
 
 
 def adopt(spill_dir: str, identity: Identity, budget: MemoryBudget, report: Report) -> Spill | None:
