@@ -16,7 +16,6 @@ from nvidia_resiliency_ext.shared_utils.console import write_out
 
 __all__ = ["Finding", "findings", "main", "package_versions"]
 
-
 Level = Literal["ok", "info", "warning", "error"]
 _DEADLINE_S = 20.0
 _LEVELS: dict[str, Level] = {"healthy": "ok", "skipped": "info", "unhealthy": "error"}
@@ -213,12 +212,9 @@ def package_findings(versions: Mapping[str, str]) -> Iterator[Finding]:
     if "nvrx-common" not in versions:
         yield Finding("warning", "nvrx-common", "not installed: it runs from a source folder")
     if _CONFLICT in versions:
-        yield Finding(
-            "error",
-            _CONFLICT,
-            f"{versions[_CONFLICT]} is installed and owns the same files as the nvrx packages:"
-            " uninstall it, then reinstall the nvrx packages",
-        )
+        text = f"{versions[_CONFLICT]} is installed and owns the same files as the nvrx packages:"
+        action = "uninstall it, then reinstall the nvrx packages"
+        yield Finding("error", _CONFLICT, f"{text} {action}")
 
 
 if __name__ == "__main__":

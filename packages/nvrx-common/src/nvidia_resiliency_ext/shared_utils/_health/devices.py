@@ -57,7 +57,11 @@ class NvmlSession:
             raise DriverHungError(query, timeout_s)
         try:
             if not self.was_asked:
-                self._begin()
+                if self.binding is None and (self.is_forked or check.nvml_in_helper()):
+                    from .nvml_helper import HelperAnswering
+
+                    self._helper = HelperAnswering()
+                self.was_asked = True
             # The whole time, however long others took before: it is the driver's, not the queue's.
             if self._helper is not None:
                 return self._helper.ask(query, arguments, timeout_s)
@@ -73,13 +77,6 @@ class NvmlSession:
         """End a helper; the library itself stays as it is."""
         if self._helper is not None:
             self._helper.close()
-
-    def _begin(self) -> None:
-        if self.binding is None and (self.is_forked or check.nvml_in_helper()):
-            from .nvml_helper import HelperAnswering
-
-            self._helper = HelperAnswering()
-        self.was_asked = True
 
     def _answer(self, query: str, arguments: tuple[Any, ...]) -> Any:
         if self._queries is None:

@@ -69,9 +69,8 @@ class Completion:
         file.arrived_at = now
         if file.is_complete:
             file.is_complete = False
-            _logger.warning(
-                "Late chunk after heuristic cycle log complete: file_path=%s", file.path
-            )
+            text = "Late chunk after heuristic cycle log complete: file_path=%s"
+            _logger.warning(text, file.path)
 
     def written(self, file: CycleFile) -> None:
         """Note that all is written; look again once the idle time since then has passed."""
@@ -107,11 +106,9 @@ class Completion:
             self._check_no_later_than(next_at)
         for file in done:
             moment = datetime.fromtimestamp(file.flushed_at, timezone.utc)
-            _logger.info(
-                "Heuristic cycle log complete: file_path=%s last_flush_time=%s",
-                file.path,
-                moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-            )
+            shown = moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+            text = "Heuristic cycle log complete: file_path=%s last_flush_time=%s"
+            _logger.info(text, file.path, shown)
 
     def _forget_old(self) -> None:
         if len(self._files) >= _MAX_REMEMBERED:

@@ -332,13 +332,10 @@ class LogFile:
                 self._ledger_bytes = found.cut_ledger_to
             self.seqs, self.last_stream = found.seqs, found.last_stream
         if size:
-            descriptor = os.open(
-                f"/proc/self/fd/{self._log}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-            )
-            try:
-                self.ends_line = os.pread(descriptor, 1, size - 1) == b"\n"
-            finally:
-                os.close(descriptor)
+            # The descriptor for appending cannot read.
+            with open(f"/proc/self/fd/{self._log}", "rb", 0) as file:
+                file.seek(size - 1)
+                self.ends_line = file.read(1) == b"\n"
 
     def _read_ledger(self) -> bytes | None:
         try:
