@@ -24,7 +24,6 @@ from nvidia_resiliency_ext.shared_utils.unused_signal import unused_realtime_sig
 
 __all__ = ["AbandonableCall", "DeadlineCaller", "ParkedAtExit", "StuckError", "park"]
 
-
 T = TypeVar("T")
 
 PARK_S = 1.0

@@ -22,7 +22,6 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock, SystemClock
 
 __all__ = ["EventLoop", "HasFileno", "SignalQueue", "Timer", "WakeUp", "WorkerThread", "ignore"]
 
-
 # The kernel takes no more than 2**31 ms; waking once an hour costs nothing.
 LONGEST_WAIT_S = 3600.0
 MOST_CANCELLED = 8

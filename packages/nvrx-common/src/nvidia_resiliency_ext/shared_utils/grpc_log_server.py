@@ -24,7 +24,6 @@ from .clock import Deadline
 
 __all__ = ["LogAggregationServicer", "main", "serve"]
 
-
 _logger = logging.getLogger("LogAggregationServer")
 
 _PATIENCE_S = 5.0

@@ -25,7 +25,6 @@ from nvidia_resiliency_ext.shared_utils._logging.handler import (
 
 __all__ = ["LogConfig", "LogManager", "setup_logger"]
 
-
 _MAX_FILE_SIZE_KB = 10240
 _MAX_LOG_FILES = 4
 _TRUE = frozenset({"1", "true", "yes", "on"})

@@ -22,7 +22,6 @@ from .wire import FrameReader, MessageSet, receive_with_fds, rights
 
 __all__ = ["Channel", "connect", "listen", "set_ipc_socket_timeouts"]
 
-
 _TIMEVAL = struct.Struct("@ll")
 MAX_WAITING = 256
 _MAX_WAITING_BYTES = 16 << 20

@@ -16,7 +16,6 @@ from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write
 
 __all__ = ["FakeDriver", "FakeNodeDaemon", "FakeNvml", "FakeSysfs", "NoCompilerError", "fake_sysfs"]
 
-
 _METHOD = "RunHealthCheck"
 _SERVICE = "nvhcd.HealthCheckService"
 _SOURCE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "nvml.c")

@@ -90,7 +90,6 @@ _ENCODER = json.JSONEncoder(
     separators=(",", ":"), allow_nan=False, check_circular=False, default=_foreign
 )
 
-
 SCHEMA = "nvrx_events.v1"
 _REOPEN_AFTER_S = 5.0
 _LOCK_S = 1.0

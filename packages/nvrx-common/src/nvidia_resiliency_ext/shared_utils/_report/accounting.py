@@ -43,7 +43,6 @@ PHASES = {
 }
 _GOOD_RESULTS = frozenset({"", "ok", "success", "succeeded", "pass", "done"})
 
-
 Attributed = dict[str | None, list[Span]]
 """The spans of the accounting by node; under None those that hold for the whole job."""
 
