@@ -21,7 +21,7 @@ from nvidia_resiliency_ext.shared_utils._funnel.server.files import (
     ledger_name,
 )
 from nvidia_resiliency_ext.shared_utils._funnel.server.funnel import Funnel
-from nvidia_resiliency_ext.shared_utils._funnel.server.settings import FunnelOptions
+from nvidia_resiliency_ext.shared_utils._funnel.server.queue import FunnelOptions
 from nvidia_resiliency_ext.shared_utils._funnel.server.target import Source, Target
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, UnsafePathError

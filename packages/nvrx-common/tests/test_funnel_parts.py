@@ -10,17 +10,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from nvidia_resiliency_ext.shared_utils._funnel.server import chunks, settings
+from nvidia_resiliency_ext.shared_utils._funnel.server import chunks
 from nvidia_resiliency_ext.shared_utils._funnel.server import files as ledger
 from nvidia_resiliency_ext.shared_utils._funnel.server.chunks import Refusal
 from nvidia_resiliency_ext.shared_utils._funnel.server.cycles import Completion
 from nvidia_resiliency_ext.shared_utils._funnel.server.files import Place
 from nvidia_resiliency_ext.shared_utils._funnel.server.funnel import Funnel
-from nvidia_resiliency_ext.shared_utils._funnel.server.queue import Queue
-from nvidia_resiliency_ext.shared_utils._funnel.server.relay import Relay
+from nvidia_resiliency_ext.shared_utils._funnel.server.leaf import Relay
+from nvidia_resiliency_ext.shared_utils._funnel.server.queue import FunnelOptions, Queue
 from nvidia_resiliency_ext.shared_utils._funnel.server.root import LoopQueue
-from nvidia_resiliency_ext.shared_utils._funnel.server.settings import FunnelOptions
-from nvidia_resiliency_ext.shared_utils._funnel.server.target import Source, Target
+from nvidia_resiliency_ext.shared_utils._funnel.server.target import Source, Target, claim
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
@@ -299,9 +298,9 @@ def test_two_files_of_one_cycle() -> None:
 def test_prefix_is_of_the_first_node_that_uses_it() -> None:
     """Another node's line is found anywhere in a chunk; a refused chunk claims nothing."""
     owners: dict[bytes, str] = {}
-    assert settings.claim(memoryview(b" 7: a\n 8: b\nno prefix\n"), "n1", owners) is None
-    assert settings.claim(memoryview(b" 9: x\n 7: forged\n"), "n2", owners) == ("7", "n1")
-    assert settings.claim(memoryview(b" 9: mine: 7: not a prefix\n"), "n2", owners) is None
+    assert claim(memoryview(b" 7: a\n 8: b\nno prefix\n"), "n1", owners) is None
+    assert claim(memoryview(b" 9: x\n 7: forged\n"), "n2", owners) == ("7", "n1")
+    assert claim(memoryview(b" 9: mine: 7: not a prefix\n"), "n2", owners) is None
     assert owners == {b"7": "n1", b"8": "n1", b"9": "n2"}
 
 
@@ -461,7 +460,7 @@ def test_call_to_a_leaf_carries_one_stream(tmp_path) -> None:
     """A leaf has one stream for each call; a second name in it is refused."""
     pb = _pb()
     from nvidia_resiliency_ext.shared_utils._funnel.server.files import Roots
-    from nvidia_resiliency_ext.shared_utils._funnel.server.relay import Relay, RelayRpc
+    from nvidia_resiliency_ext.shared_utils._funnel.server.leaf import Relay, RelayRpc
 
     chunk = pb.LogChunk(file_path=f"{tmp_path}/x.log", data=b"x\n", seq=1).SerializeToString()
 

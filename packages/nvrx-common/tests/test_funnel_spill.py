@@ -12,8 +12,12 @@ import pytest
 from bad_files import largest_file
 
 from nvidia_resiliency_ext.shared_utils._funnel.client.limits import Chunk, MemoryBudget
-from nvidia_resiliency_ext.shared_utils._funnel.client.spill import Spill, adopt
-from nvidia_resiliency_ext.shared_utils._funnel.client.spill_place import Identity, left_behind
+from nvidia_resiliency_ext.shared_utils._funnel.client.spill import (
+    Identity,
+    Spill,
+    adopt,
+    left_behind,
+)
 from nvidia_resiliency_ext.shared_utils._funnel.client.stream import Stream
 
 KIB = 1024
@@ -26,6 +30,7 @@ class SpillCase:
         self.directory = directory
         self.said: list[str] = []
         self.budget = MemoryBudget(1024 * KIB, 1024 * KIB)
+        self.budget.window_bytes = 1 << 20
         self.made: list[Spill] = []
 
     def identity(self, path: str = "/logs/a.log") -> Identity:
@@ -141,7 +146,7 @@ def test_damage_is_told(case: SpillCase) -> None:
     with file.open("r+b") as opened:
         opened.seek(10_000)
         opened.write(b"damage")
-    stream = Stream(case.budget, spill, drops=False, window_bytes=1 << 20)
+    stream = Stream(case.budget, spill, drops=False)
     lines = []
     while (sent := stream.take(1.0)) is not None:
         lines.append(sent.data)
@@ -176,7 +181,7 @@ def test_gap_survives_the_process(case: SpillCase) -> None:
     spill = case.make()
     for seq in range(1, 601):
         assert spill.append(chunk(seq))
-    stream = Stream(case.budget, spill, drops=True, window_bytes=1 << 20, first_seq=601)
+    stream = Stream(case.budget, spill, drops=True, first_seq=601)
     for _ in range(2):
         assert stream._drop_oldest()
     assert stream.move_to_spill()
@@ -244,7 +249,7 @@ import os, subprocess, sys
 from nvidia_resiliency_ext.shared_utils._funnel.client.limits import Chunk
 from nvidia_resiliency_ext.shared_utils._funnel.client.limits import MemoryBudget
 from nvidia_resiliency_ext.shared_utils._funnel.client.spill import Spill
-from nvidia_resiliency_ext.shared_utils._funnel.client.spill_place import Identity
+from nvidia_resiliency_ext.shared_utils._funnel.client.spill import Identity
 spill = Spill({str(case.directory)!r}, Identity("job", "node", "/logs/a.log", "s"),
               MemoryBudget(1 << 20, 1 << 20), print)
 assert spill.append(Chunk(1, b"a\\n", 1))
@@ -312,7 +317,7 @@ def test_numbers_of_a_successor(case: SpillCase) -> None:
     successor = case.adopt()
     assert successor is not None
     first_seq = successor.next_generation()
-    stream = Stream(case.budget, successor, drops=False, window_bytes=1 << 20, first_seq=first_seq)
+    stream = Stream(case.budget, successor, drops=False, first_seq=first_seq)
     stream.buffer += b"new\n"
     old, new = stream.take(1.0), stream.take(2.0)
     assert old is not None

@@ -4,6 +4,8 @@
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,11 +16,10 @@ from nvidia_resiliency_ext.shared_utils._funnel.client.limits import (
     Backoff,
     Chunk,
     MemoryBudget,
-    Verdict,
-    evaluate,
+    Notices,
 )
-from nvidia_resiliency_ext.shared_utils._funnel.client.spill import Spill, adopt
-from nvidia_resiliency_ext.shared_utils._funnel.client.spill_place import Identity
+from nvidia_resiliency_ext.shared_utils._funnel.client.send_buffer import SendBuffer
+from nvidia_resiliency_ext.shared_utils._funnel.client.spill import Identity, Spill, adopt
 from nvidia_resiliency_ext.shared_utils._funnel.client.stream import Stream
 
 pytestmark = pytest.mark.slow
@@ -41,7 +42,8 @@ class Server:
 
 
 def make_stream(budget: MemoryBudget, spill: Spill | None = None, *, drops: bool = False) -> Stream:
-    return Stream(budget, spill, drops=drops, window_bytes=WINDOW)
+    budget.window_bytes = WINDOW
+    return Stream(budget, spill, drops=drops)
 
 
 @pytest.fixture
@@ -297,10 +299,11 @@ def test_any_order_of_events_loses_and_doubles_nothing(tmp_path: Path, seed: int
         elif event > 0.998 and not drops:
             spill.forget_descriptors()
             budget = MemoryBudget(256 * KIB, 1024 * KIB)
+            budget.window_bytes = WINDOW
             adopted = adopt(str(tmp_path / "spill"), spill.identity, budget, lambda *_: None)
             spill = adopted or make_spill(tmp_path, budget)
             first = server.committed + 1 if adopted is None else spill.next_generation()
-            stream = Stream(budget, spill, drops=drops, window_bytes=WINDOW, first_seq=first)
+            stream = Stream(budget, spill, drops=drops, first_seq=first)
             number += 10_000_000
             dropped = -1
     stream.rewind()
@@ -318,26 +321,39 @@ def test_any_order_of_events_loses_and_doubles_nothing(tmp_path: Path, seed: int
 
 
 @pytest.mark.parametrize(
-    ("code", "is_plain", "verdict"),
+    ("code", "is_plain", "expected"),
     [
-        ("UNAVAILABLE", False, Verdict.RETRY),
-        ("OK", False, Verdict.RETRY),
-        ("RESOURCE_EXHAUSTED", False, Verdict.RETRY),
-        ("UNIMPLEMENTED", False, Verdict.FALL_BACK),
-        ("UNIMPLEMENTED", True, Verdict.RETRY_SLOWLY),
-        ("UNAUTHENTICATED", False, Verdict.RETRY_SLOWLY),
-        ("PERMISSION_DENIED", True, Verdict.RETRY_SLOWLY),
-        ("INVALID_ARGUMENT", False, Verdict.REFUSED),
+        ("UNAVAILABLE", False, (True, False, "short")),
+        ("UNAVAILABLE", True, (True, False, "short")),
+        ("OK", False, (True, False, "short")),
+        ("RESOURCE_EXHAUSTED", False, (True, False, "short")),
+        ("UNIMPLEMENTED", False, (True, True, "none")),
+        ("UNIMPLEMENTED", True, (True, True, "long")),
+        ("UNAUTHENTICATED", False, (True, False, "long")),
+        ("PERMISSION_DENIED", True, (True, True, "long")),
+        ("INVALID_ARGUMENT", True, (False, False, "none")),
     ],
 )
-def test_verdicts(code: str, is_plain: bool, verdict: Verdict) -> None:
-    """Each end of a call leads to what may help."""
-    assert evaluate(code, is_plain=is_plain) is verdict
+def test_each_end_of_a_call_leads_to_what_may_help(
+    code: str, is_plain: bool, expected: tuple[bool, bool, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The status says whether there is another call, of which kind, and after what pause."""
+    pauses: list[float] = []
+    monkeypatch.setattr(SendBuffer, "_run", lambda _: None)
+    monkeypatch.setattr(SendBuffer, "_pause", lambda _, seconds: pauses.append(seconds))
+    stream = Stream(MemoryBudget(1 << 20, 0), None, drops=False)
+    link: Any = SimpleNamespace(endpoint="host:1")
+    identity = Identity("job", "node", "/a", "s")
+    send_buffer = SendBuffer(identity, stream, link, Notices(), write_timeout_s=1.0)
+    send_buffer._is_plain = is_plain
+    goes_on = send_buffer._after(code, "why", has_progressed=False)
+    pause = "none" if not pauses else "long" if pauses[0] > 20 else "short"
+    assert (goes_on, send_buffer._is_plain, pause) == expected
 
 
 def test_backoff_spreads_and_starts_again() -> None:
     """Delays are spread over the whole interval, grow to 5 s, and begin small after a success."""
-    backoff = Backoff(random.Random(1))
+    backoff = Backoff()
     assert backoff.next_s() <= 0.1
     for _ in range(20):
         backoff.next_s()

@@ -20,9 +20,8 @@ from funnel_peers import chunk, send, send_acked
 
 from nvidia_resiliency_ext.shared_utils._funnel.server.chunks import Chunk, Refusal
 from nvidia_resiliency_ext.shared_utils._funnel.server.files import Roots
-from nvidia_resiliency_ext.shared_utils._funnel.server.leaf import LeafConfig
+from nvidia_resiliency_ext.shared_utils._funnel.server.leaf import LeafConfig, Relay, RelayRpc
 from nvidia_resiliency_ext.shared_utils._funnel.server.leaf import run as run_leaf
-from nvidia_resiliency_ext.shared_utils._funnel.server.relay import Relay, RelayRpc
 from nvidia_resiliency_ext.shared_utils._funnel.server.service import AddressError
 from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
 from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb

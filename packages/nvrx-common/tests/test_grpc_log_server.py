@@ -23,9 +23,9 @@ import funnel_peers as peers
 import grpc
 from funnel_peers import chunk, send, send_acked
 
+from nvidia_resiliency_ext.shared_utils import grpc_log_server
 from nvidia_resiliency_ext.shared_utils._funnel.server import files
-from nvidia_resiliency_ext.shared_utils._funnel.server import servicer as servicer_module
-from nvidia_resiliency_ext.shared_utils._funnel.server.settings import FunnelOptions
+from nvidia_resiliency_ext.shared_utils._funnel.server.queue import FunnelOptions
 from nvidia_resiliency_ext.shared_utils.grpc_log_server import LogAggregationServicer
 from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2 as pb
 
@@ -687,8 +687,8 @@ def test_nobody_is_told_that_lines_are_written_when_the_server_ends_first(
         written.set()
 
     monkeypatch.setattr(files.LogFile, "_write", hang)
-    monkeypatch.setattr(servicer_module, "CLOSE_S", 0.3)
-    monkeypatch.setattr(servicer_module, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(grpc_log_server, "CLOSE_S", 0.3)
+    monkeypatch.setattr(grpc_log_server, "_PATIENCE_S", 0.1)
     options = FunnelOptions(
         allowed_roots=(str(tmp_path),), max_buffered_bytes=8 << 20, flush_bytes=1 << 16
     )

@@ -166,10 +166,10 @@ def test_each_path_has_its_own_time(monkeypatch) -> None:
     monkeypatch.setattr(Probe, "start", classmethod(start))
     paths = [f"/nvrx/{number}" for number in range(8)]
     quick = [sys.executable, "-S", "-c", "print('{}')"]
-    asked = storage._Probes(lambda _: quick).ask(paths, each_s=30.0)
+    asked = storage._Probes(*quick).ask(paths, each_s=30.0)
     assert list(asked.values()) == [{}] * len(paths)
     broken = [sys.executable, "-S", "-c", "print('[]')"]
-    assert storage._Probes(lambda _: broken).ask(["/"], 30.0) == {"/": "the probe failed"}
+    assert storage._Probes(*broken).ask(["/"], 30.0) == {"/": "the probe failed"}
 
 
 def test_mounts_have_one_deadline(monkeypatch) -> None:
@@ -177,7 +177,7 @@ def test_mounts_have_one_deadline(monkeypatch) -> None:
     monkeypatch.setattr(probes, "_KILL_WAIT_S", KILL_WAIT_S)
     monkeypatch.setattr(storage, "_AT_ONCE", 2)
     start = time.monotonic()
-    asked = storage._Probes(lambda _: HANG).ask(["/a", "/b", "/c"], 0.3, 0.3)
+    asked = storage._Probes(*HANG).ask(["/a", "/b", "/c"], 0.3, 0.3)
     assert time.monotonic() - start < 10
     assert [answer.split(" within")[0] for answer in asked.values()] == [
         "does not answer", "does not answer", "was not asked: 2 others do not answer",
@@ -238,7 +238,7 @@ class Unkillable:
 
     def __init__(self, release):
         self.release = release
-        self.pipe = os.pipe()
+        self.pipe = list(os.pipe())
 
     def fileno(self):
         return self.pipe[0]
@@ -253,8 +253,8 @@ class Unkillable:
         return True
 
     def close(self):
-        for descriptor in self.pipe:
-            os.close(descriptor)
+        while self.pipe:
+            os.close(self.pipe.pop())
 
 
 def test_unkillable_probe_is_left_behind_counted_and_not_repeated(monkeypatch) -> None:
@@ -284,7 +284,8 @@ def test_unkillable_probe_is_left_behind_counted_and_not_repeated(monkeypatch) -
 
 def test_probes_run_at_the_same_time(monkeypatch, tmp_path) -> None:
     """Many hanging mounts cost one deadline, not one each."""
-    monkeypatch.setattr(storage, "_mount_command", lambda _path: HANG)
+    original = Probe.start
+    monkeypatch.setattr(Probe, "start", lambda _argv: original(HANG))
     mounts = [(f"/m{number}", "nfs", "rw") for number in range(4)]
     check = check_of(tmp_path, *mounts, timeout_s=0.3)
     begin = time.monotonic()
@@ -297,9 +298,8 @@ def test_probes_run_at_the_same_time(monkeypatch, tmp_path) -> None:
 def test_hanging_mounts_leave_time_for_others(monkeypatch, tmp_path) -> None:
     """Mounts beyond those that are looked at together get their turn when others have ended."""
     monkeypatch.setattr(storage, "_AT_ONCE", 2)
-    original = storage._mount_command
-    hangs = {"/m0"}
-    monkeypatch.setattr(storage, "_mount_command", lambda p: HANG if p in hangs else original(p))
+    original = Probe.start
+    monkeypatch.setattr(Probe, "start", lambda argv: original(HANG if argv[-1] == "/m0" else argv))
     mounts = [("/m0", "nfs", "rw"), *((tmp_path / str(n), "nfs", "rw") for n in range(5))]
     for number in range(5):
         (tmp_path / str(number)).mkdir()

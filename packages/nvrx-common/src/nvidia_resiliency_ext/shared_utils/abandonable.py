@@ -24,8 +24,13 @@ from nvidia_resiliency_ext.shared_utils.unused_signal import unused_realtime_sig
 
 __all__ = ["AbandonableCall", "DeadlineCaller", "ParkedAtExit", "StuckError", "park"]
 
-
 T = TypeVar("T")
+
+PARK_S = 1.0
+LOOK_S = 0.005
+
+_threads: weakref.WeakSet[ParkedAtExit] = weakref.WeakSet()
+_at_exit = threading.Event()
 
 
 class StuckError(DeadlineExceededError):
@@ -56,12 +61,13 @@ class AbandonableCall(Generic[T]):
         self.name = name
         self.pid = os.getpid()
         self.ended = threading.Event()
-        self._function: Callable[[], T] | None = function
         self._values: list[T] = []
         self._errors: list[BaseException] = []
         self._start = time.monotonic()
         thread_name = name if name.startswith("nvrx-") else f"nvrx-{name}"
-        threading.Thread(target=self._run, name=thread_name[:60], daemon=True).start()
+        threading.Thread(
+            target=self._run, args=(function,), name=thread_name[:60], daemon=True
+        ).start()
 
     def age_s(self) -> float:
         """Return the seconds since the call began."""
@@ -77,9 +83,7 @@ class AbandonableCall(Generic[T]):
             # The error's frames hold this object, which would hold them in turn.
             self._errors.clear()
 
-    def _run(self) -> None:
-        function, self._function = self._function, None
-        assert function is not None
+    def _run(self, function: Callable[[], T]) -> None:
         try:
             self._values.append(function())
         except BaseException as error:  # noqa: BLE001 - raised again by `result`
@@ -99,12 +103,9 @@ class DeadlineCaller:
         self._turn = threading.Lock()
 
     def run(self, what: str, call: Callable[[], Any], timeout_s: float) -> Any:
-        """Return what a call returns, or raise what it raises.
+        """Return what `call()` returns, or raise what it raises; errors of ours call it `what`.
 
-        Args:
-            what: Name of the call, for errors.
-            call: The function; it takes no argument.
-            timeout_s: Seconds to wait for it and for an earlier call.
+        It waits `timeout_s` seconds for it, and as long for an earlier call.
 
         Raises:
             StuckError: This call, or an earlier one, does not return in time.
@@ -126,21 +127,10 @@ class DeadlineCaller:
             self._turn.release()
 
 
-PARK_S = 1.0
-LOOK_S = 0.005
-
-_threads: weakref.WeakSet[ParkedAtExit] = weakref.WeakSet()
-_at_exit = threading.Event()
-
-
 class ParkedAtExit(threading.Thread):
     """A daemon thread that holds nothing that others need while it is in native code.
 
-    A subclass with a `run` of its own calls `begin` first.
-
-    Args:
-        name: The thread's name.
-        work: What it runs.
+    It is called `name` and runs `work`; a subclass with a `run` of its own calls `begin` first.
     """
 
     # None: it cannot be parked.

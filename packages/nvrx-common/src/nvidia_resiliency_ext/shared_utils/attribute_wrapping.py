@@ -34,8 +34,7 @@ class WrappedAttribute:
         make: Returns the replacement. It is called once, with this object.
 
     Attributes:
-        owner: The object, class or module.
-        name: The attribute.
+        owner, name: As given.
         original: What was found: of classes the descriptor, such as a `staticmethod`.
         is_active: Whether it was not restored yet.
 
@@ -47,10 +46,8 @@ class WrappedAttribute:
     def __init__(self, owner: Any, name: str, make: Callable[[WrappedAttribute], Any]) -> None:
         self.owner = owner
         self.name = name
-        self._own = self._stored()
-        self.original: Any = (
-            inspect.getattr_static(owner, name) if self._own is _ABSENT else self._own
-        )
+        own = self._own = self._stored()
+        self.original: Any = inspect.getattr_static(owner, name) if own is _ABSENT else own
         self.is_active = True
         self._replacement = make(self)
         setattr(owner, name, self._replacement)

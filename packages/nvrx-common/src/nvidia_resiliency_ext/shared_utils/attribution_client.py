@@ -17,6 +17,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,8 +34,6 @@ from nvidia_resiliency_ext.shared_utils.attribution_wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from nvidia_resiliency_ext.shared_utils.json_http import JsonConnection
 
 __all__ = ["AttributionService"]

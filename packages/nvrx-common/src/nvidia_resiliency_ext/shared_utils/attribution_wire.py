@@ -107,10 +107,7 @@ class LogQuery:
 class Recommendation:
     """A service's advice.
 
-    Args:
-        action: One of the `ACTION_` names.
-        reason: One sentence.
-        source: Name of the analysis.
+    `action` is one of the `ACTION_` names, `reason` one sentence, `source` the analysis's name.
     """
 
     action: str = ACTION_UNKNOWN
@@ -142,22 +139,17 @@ def parse_log_reply(payload: object) -> LogReply:
     """Return the reply in `payload`, a decoded JSON value; unknown forms give an empty reply."""
     if not isinstance(payload, dict):
         return LogReply()
-    return LogReply(
-        _text(payload.get("status")),
-        _recommendation(payload.get("recommendation")),
-        _nodes(payload.get("attribution")),
-    )
+    recommendation = _recommendation(payload.get("recommendation"))
+    nodes = _nodes(payload.get("attribution"))
+    return LogReply(_text(payload.get("status")), recommendation, nodes)
 
 
 def _recommendation(value: object) -> Recommendation:
     if not isinstance(value, dict):
         return Recommendation()
-    action = _text(value.get("action")).strip().upper()
-    return Recommendation(
-        action if action in _ACTIONS else ACTION_UNKNOWN,
-        _text(value.get("reason")),
-        _text(value.get("source")),
-    )
+    given = _text(value.get("action")).strip().upper()
+    action = given if given in _ACTIONS else ACTION_UNKNOWN
+    return Recommendation(action, _text(value.get("reason")), _text(value.get("source")))
 
 
 def _nodes(attribution: object) -> tuple[str, ...]:

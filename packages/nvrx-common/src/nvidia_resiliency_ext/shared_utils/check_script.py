@@ -13,16 +13,15 @@ import inspect
 import os
 import sys
 import tokenize
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pkgutil import iter_modules
+from typing import Any
 
 from nvidia_resiliency_ext import distribution_versions
 
 from .console import plain, write_err, write_out
 from .errors import NvrxError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = ["Problem", "ScriptError", "check_file", "main"]
 
@@ -204,10 +203,8 @@ class _Uses(ast.NodeVisitor):
             self.problems.append((line, f"{where}.{name} cannot be imported here: {error}"))
         except AttributeError:
             if inspect.ismodule(owner):
-                if (
-                    hasattr(owner, "__path__")
-                    and importlib.util.find_spec(f"{where}.{name}") is not None
-                ):
+                is_package = hasattr(owner, "__path__")
+                if is_package and importlib.util.find_spec(f"{where}.{name}") is not None:
                     return self._module(f"{where}.{name}", line)
                 if _owner(where) not in distribution_versions():
                     self.problems.append((line, f"{where}.{name}: pip install {_owner(where)}"))
@@ -262,8 +259,6 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 
 
 def _nearest_module(name: str) -> str:
-    from pkgutil import iter_modules
-
     package, _, own = name.rpartition(".")
     try:
         folders = getattr(importlib.import_module(package), "__path__", ())

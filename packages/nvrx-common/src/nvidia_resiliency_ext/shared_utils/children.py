@@ -8,6 +8,7 @@ told apart by their start time. Setting `NVRX_FORCE_NO_PIDFD=1` forces that path
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import logging
@@ -16,15 +17,13 @@ import select
 import signal as signals
 import subprocess
 import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, final
+from typing import IO, final
 
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
 
 __all__ = [
     "Child",
@@ -44,11 +43,7 @@ _CLOSE_WAIT_S = 10.0
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, such as `SIGKILL`, or `signal 40` for one without a name.
-
-    Args:
-        number: The signal.
-    """
+    """Return the name of signal `number`, such as `SIGKILL`, or `signal 40` for one without."""
     try:
         return signals.Signals(number).name
     except ValueError:
@@ -97,17 +92,14 @@ def pidfd_available() -> bool:
     """Return whether processes can be watched and signalled through pidfds; probed once."""
     if os.environ.get("NVRX_FORCE_NO_PIDFD") == "1" or not hasattr(os, "pidfd_open"):
         return False
-    try:
+    with contextlib.suppress(OSError):
         descriptor = os.pidfd_open(os.getpid())
-    except OSError:
-        return False
-    try:
-        signals.pidfd_send_signal(descriptor, 0)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+        try:
+            signals.pidfd_send_signal(descriptor, 0)
+        finally:
+            os.close(descriptor)
+        return True
+    return False
 
 
 def wait_readable(descriptor: int, timeout_s: float | None) -> bool:

@@ -26,8 +26,6 @@ class Clock(Protocol):
 class SystemClock:
     """The machine's clocks; it has no state and may be shared by all threads."""
 
-    __slots__ = ()
-
     def monotonic(self) -> float:
         """Return `CLOCK_MONOTONIC` in seconds."""
         return time.monotonic()
@@ -49,8 +47,6 @@ class ManualClock:
         >>> deadline.expired()
         True
     """
-
-    __slots__ = ("_monotonic_s", "_wall_s")
 
     def __init__(self, monotonic_s: float = 1000.0, wall_s: float = 1_700_000_000.0) -> None:
         self._monotonic_s = monotonic_s

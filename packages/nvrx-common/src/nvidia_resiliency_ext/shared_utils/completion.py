@@ -9,8 +9,8 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
-from collections.abc import Iterator
 from typing import Any, Final, NoReturn
 
 from .console import write_out
@@ -24,54 +24,14 @@ _FOR_ZSH: Final = (
     "autoload -U +X compinit && compinit -u\nautoload -U +X bashcompinit && bashcompinit\n"
 )
 
-_SCRIPT: Final = """\
-{function}() {{
-    local cur="${{COMP_WORDS[COMP_CWORD]}}" prev="" head="" i=1
-    COMPREPLY=()
-    [ "$COMP_CWORD" -lt 1 ] || prev="${{COMP_WORDS[COMP_CWORD - 1]}}"
-    # bash takes --flag=value for three words, zsh for one.
-    if [ "$cur" = "=" ]; then
-        cur=""
-    elif [ "$prev" = "=" ]; then
-        prev="${{COMP_WORDS[COMP_CWORD - 2]}}"
-    else
-        case "$cur" in --*=*) prev="${{cur%%=*}}" head="${{cur%%=*}}=" cur="${{cur#*=}}" ;; esac
-    fi
-{border}    case "$prev" in
-{values}    {takes}) return ;;
-    esac
-    case "$cur" in -*) COMPREPLY=($(compgen -W "{flags}" -- "$cur")) ;; esac
-}}
-complete -o default -F {function} {program}
-"""
-
-_BORDER: Final = """\
-    # From the first word that is no flag and no value on, all words are another program's.
-    while [ "$i" -lt "$COMP_CWORD" ]; do
-        case "${{COMP_WORDS[i]}}" in
-        {takes})
-            i=$((i + 1))
-            [ "${{COMP_WORDS[i]}}" != "=" ] || i=$((i + 1))
-            ;;
-        -*) ;;
-        *) return ;;
-        esac
-        i=$((i + 1))
-    done
-"""
-
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return the text that makes a shell complete a program's flags, and values that are words.
+    """Return what makes `shell` complete the flags of a `parser`, and values that are words.
 
     Everything else, such as a script or a file, is completed as file names.
 
-    Args:
-        parser: The program's parser, with its name.
-        shell: One of `SHELLS`.
-
     Raises:
-        ValueError: The shell is another one.
+        ValueError: The shell is none of `SHELLS`.
     """
     if shell not in SHELLS:
         raise ValueError(f"{shell!r} is none of {', '.join(SHELLS)}")
@@ -85,14 +45,24 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
         if _shown(action) and (words := _words_of(action))
     )
     has_another = any(action.nargs == argparse.REMAINDER for action in actions)
-    return (_FOR_ZSH if shell == "zsh" else "") + _SCRIPT.format(
+    return (_FOR_ZSH if shell == "zsh" else "") + _filled(
+        "completion.sh",
         function="_" + re.sub(r"\W", "_", parser.prog),
         program=parser.prog,
-        border=_BORDER.format(takes=takes) if has_another else "",
+        border=_filled("completion_border.sh", takes=takes) if has_another else "",
         values=values,
         takes=takes,
         flags=" ".join(sorted(flags)),
     )
+
+
+def _filled(name: str, **words: str) -> str:
+    """Return the script of that name beside this module, with `words` in their `@places@`."""
+    with open(os.path.join(os.path.dirname(__file__), name), encoding="utf-8") as file:
+        text = file.read().partition("\n")[2]  # all but the licence
+    for place, word in words.items():
+        text = text.replace(f"@{place}@", word)
+    return text
 
 
 def _shown(action: argparse.Action) -> list[str]:
@@ -101,13 +71,12 @@ def _shown(action: argparse.Action) -> list[str]:
 
 def _words_of(action: argparse.Action) -> list[str]:
     """Return the values that a flag takes, where these are a few words."""
-    words: Iterator[Any] | list[str] = iter(action.choices or ())
     metavar = action.metavar
     if isinstance(metavar, str) and re.fullmatch(r"\{[\w.-]+(,[\w.-]+)*\}", metavar):
-        words = metavar.strip("{}").split(",")
-    elif metavar == "BOOL":
-        words = ["true", "false"]
-    return [str(word) for word in words]
+        return metavar.strip("{}").split(",")
+    if metavar == "BOOL":
+        return ["true", "false"]
+    return [str(word) for word in action.choices or ()]
 
 
 class PrintCompletion(argparse.Action):

@@ -5,14 +5,9 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from typing import TextIO
+from typing import TextIO
 
 __all__ = ["open_missing_streams", "plain", "write_err", "write_out"]
-
-_STANDARD_DESCRIPTORS = (0, 1, 2)
 
 
 def plain(text: str) -> str:
@@ -54,7 +49,7 @@ def open_missing_streams() -> None:
 
     Otherwise the next file or socket gets that number, and a native library prints into it.
     """
-    for descriptor in _STANDARD_DESCRIPTORS:
+    for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:

@@ -56,10 +56,9 @@ def read_token(path: str, name: str = "token file") -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine can reach a server bound to that host.
+    """Tell whether only this machine can reach a server bound to `host`.
 
-    Args:
-        host: A name or address, also in brackets, or `unix:PATH`. Of names only `localhost` counts.
+    That is an address, also in brackets, `unix:PATH` or a name; of names only `localhost` counts.
     """
     if host.startswith("unix:") or host == "localhost":
         return True

@@ -3,22 +3,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
 
 from nvidia_resiliency_ext.shared_utils.console import write_out
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
 __all__ = ["Finding", "findings", "main", "package_versions"]
 
-
 Level = Literal["ok", "info", "warning", "error"]
+_DEADLINE_S = 20.0
+_LEVELS: dict[str, Level] = {"healthy": "ok", "skipped": "info", "unhealthy": "error"}
+_PR_GET_PDEATHSIG = 2
+_SMALL_SHM_BYTES = 256 * 1024 * 1024
+_TMP = "/tmp"  # noqa: S108 - looked at only
+_SHM = "/dev/shm"  # noqa: S108 - looked at only
+_MIB = 1024 * 1024
+_CONFLICT = "nvidia-resiliency-ext"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +40,9 @@ def findings() -> list[Finding]:
     """Check packages, host, hardware and stale run directories."""
     from .rundir import stale_run_dirs
 
-    stale = (
-        f"{path} is left from a run that is over; --clean removes it" for path in stale_run_dirs()
-    )
-    found = [*package_versions(), *host_findings(), *hardware_findings()]
-    return [*found, *(Finding("warning", "run directory", text) for text in stale)]
+    text = "is left from a run that is over; --clean removes it"
+    stale = [Finding("warning", "run directory", f"{path} {text}") for path in stale_run_dirs()]
+    return [*package_versions(), *host_findings(), *hardware_findings(), *stale]
 
 
 def package_versions() -> list[Finding]:
@@ -66,7 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     found += findings()
     if options.json:
         import json
-        from dataclasses import asdict
 
         lines = [json.dumps(asdict(finding)) for finding in found]
     else:
@@ -74,10 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = [f"{each.level:<8} {each.topic:<{width}}  {each.text}" for each in found]
     write_out("".join(f"{line}\n" for line in lines))
     return 1 if any(finding.level == "error" for finding in found) else 0
-
-
-_DEADLINE_S = 20.0
-_LEVELS: dict[str, Level] = {"healthy": "ok", "skipped": "info", "unhealthy": "error"}
 
 
 def hardware_findings() -> Iterator[Finding]:
@@ -103,35 +102,17 @@ def hardware_findings() -> Iterator[Finding]:
         yield Finding(_LEVELS[result.status], topic, result.reason or result.status)
 
 
-_PR_GET_PDEATHSIG = 2
-_SMALL_SHM_BYTES = 256 * 1024 * 1024
-_TMP = "/tmp"  # noqa: S108 - looked at only
-_SHM = "/dev/shm"  # noqa: S108 - looked at only
-_MIB = 1024 * 1024
-
-
 def host_findings() -> Iterator[Finding]:
     """Yield one finding per facility, with what is used instead where it is missing."""
     from nvidia_resiliency_ext.shared_utils.children import pidfd_available
 
     death_signal = ctypes.byref(ctypes.c_int(0))
     has_pdeathsig = ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, death_signal, 0, 0, 0) == 0
-    facilities = {
-        "pidfd_open": (
-            pidfd_available(),
-            "a thread in waitid per child, start times of other processes",
-        ),
-        "memfd_create": (
-            _has_memfd(),
-            "files without a name in the run directory; workers may start cold",
-        ),
-        "PDEATHSIG": (has_pdeathsig, "the monitor's sweep alone"),
-    }
-    for topic, (is_there, instead) in facilities.items():
-        if is_there:
-            yield Finding("ok", topic, "found")
-        else:
-            yield Finding("warning", topic, f"not found; used instead: {instead}")
+    threads = "a thread in waitid per child, start times of other processes"
+    files = "files without a name in the run directory; workers may start cold"
+    yield _facility("pidfd_open", pidfd_available(), threads)
+    yield _facility("memfd_create", _has_memfd(), files)
+    yield _facility("PDEATHSIG", has_pdeathsig, "the monitor's sweep alone")
     yield _shared_memory()
     yield _runtime_directory()
     yield _run_directory()
@@ -141,20 +122,21 @@ def host_findings() -> Iterator[Finding]:
     yield Finding("info", "home", f"{home} is {'' if is_writable else 'not '}writable")
 
 
+def _facility(topic: str, is_there: bool, instead: str) -> Finding:
+    if is_there:
+        return Finding("ok", topic, "found")
+    return Finding("warning", topic, f"not found; used instead: {instead}")
+
+
 def _has_memfd() -> bool:
     import fcntl
 
-    try:
+    with contextlib.suppress(OSError, AttributeError):
         fd = os.memfd_create("nvrx-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except (OSError, AttributeError):
-        return False
-    try:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-    except (OSError, AttributeError):
-        return False
-    finally:
-        os.close(fd)
-    return True
+        with open(fd, "rb") as file:
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        return True
+    return False
 
 
 def _shared_memory() -> Finding:
@@ -206,9 +188,6 @@ def _temporary_directory() -> Finding:
     return Finding(level, "temporary files", ", ".join([f"{path}: {free}", *flags]))
 
 
-_CONFLICT = "nvidia-resiliency-ext"
-
-
 def installed_versions() -> dict[str, str]:
     """Return the version of each installed distribution, by its normalised name."""
     from importlib.metadata import distributions
@@ -233,12 +212,9 @@ def package_findings(versions: Mapping[str, str]) -> Iterator[Finding]:
     if "nvrx-common" not in versions:
         yield Finding("warning", "nvrx-common", "not installed: it runs from a source folder")
     if _CONFLICT in versions:
-        yield Finding(
-            "error",
-            _CONFLICT,
-            f"{versions[_CONFLICT]} is installed and owns the same files as the nvrx packages:"
-            " uninstall it, then reinstall the nvrx packages",
-        )
+        text = f"{versions[_CONFLICT]} is installed and owns the same files as the nvrx packages:"
+        action = "uninstall it, then reinstall the nvrx packages"
+        yield Finding("error", _CONFLICT, f"{text} {action}")
 
 
 if __name__ == "__main__":

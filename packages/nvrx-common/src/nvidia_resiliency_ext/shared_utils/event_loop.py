@@ -22,10 +22,10 @@ from nvidia_resiliency_ext.shared_utils.clock import Clock, SystemClock
 
 __all__ = ["EventLoop", "HasFileno", "SignalQueue", "Timer", "WakeUp", "WorkerThread", "ignore"]
 
-
 # The kernel takes no more than 2**31 ms; waking once an hour costs nothing.
 LONGEST_WAIT_S = 3600.0
 MOST_CANCELLED = 8
+logger = logging.getLogger("nvrx")
 
 
 class HasFileno(Protocol):
@@ -146,12 +146,10 @@ class EventLoop:
     def watch(
         self, fileobj: HasFileno | int, callback: Callable[[], None], *, write: bool = False
     ) -> None:
-        """Call `callback` whenever a descriptor is readable or hung up.
+        """Call `callback` whenever the descriptor of `fileobj` is readable or hung up.
 
-        Args:
-            fileobj: The descriptor, or an object that has one; watched already, it is changed.
-            callback: Replaces the one that the descriptor had.
-            write: Call it also whenever the descriptor is writable.
+        With `write` also whenever it is writable. A descriptor that is watched already gets this
+        callback in place of the one that it had.
         """
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if write else 0)
         known = self._selector.get_map().get(fileobj)
@@ -296,9 +294,6 @@ class SignalQueue:
         self._writer.close()
 
 
-logger = logging.getLogger("nvrx")
-
-
 class WorkerThread:
     """Runs jobs that may block, one after another, and hands their results to the loop.
 
@@ -321,9 +316,7 @@ class WorkerThread:
     def submit(self, job: Callable[[], Any], done: Callable[[Any], None]) -> None:
         """Run `job` in the thread, later `done(result)` in the thread that calls `collect`.
 
-        Args:
-            job: May block; an exception is logged and gives None.
-            done: Takes the result.
+        The job may block; an exception is logged and gives None.
 
         Raises:
             RuntimeError: The system gives no thread; the job waits for one that a later call gets.

@@ -11,29 +11,29 @@ import socket
 import tempfile
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal, final
+from typing import Literal, final
 
-from nvidia_resiliency_ext.shared_utils._funnel.client.limits import (
-    BATCH_BYTES,
-    MemoryBudget,
-    Notices,
-)
-from nvidia_resiliency_ext.shared_utils._funnel.client.link import FunnelTls, Link, access_of
-from nvidia_resiliency_ext.shared_utils._funnel.client.send_buffer import SendBuffer
-from nvidia_resiliency_ext.shared_utils._funnel.client.spill import Spill, adopt
-from nvidia_resiliency_ext.shared_utils._funnel.client.spill_place import Identity, left_behind
-from nvidia_resiliency_ext.shared_utils._funnel.client.stream import Stream
-from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_NAME_BYTES, MAX_PATH_BYTES
-from nvidia_resiliency_ext.shared_utils.clock import Deadline
-from nvidia_resiliency_ext.shared_utils.errors import ConfigError, LogFunnelClosedError, NvrxError
-from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
+from ._funnel.client.limits import MemoryBudget, Notices
+from ._funnel.client.link import FunnelTls, Link, access_of
+from ._funnel.client.send_buffer import SendBuffer
+from ._funnel.client.spill import Identity, Spill, adopt, left_behind
+from ._funnel.client.stream import Stream
+from ._funnel.shared import MAX_NAME_BYTES, MAX_PATH_BYTES
+from .clock import Deadline
+from .errors import ConfigError, LogFunnelClosedError, NvrxError
+from .log_manager import LogConfig
 
 __all__ = ["FunnelStats", "FunnelTls", "LogFunnelClient", "LogTarget"]
+
+DEFAULT_MEMORY_LIMIT_BYTES = 64 * 1024 * 1024
+DEFAULT_SPILL_LIMIT_BYTES = 1024 * 1024 * 1024
+_SMALLEST_MEMORY_BYTES = 512 * 1024
+_STREAM_ID_BYTES = 16
+_AT_EXIT_S = 5.0
+
+_clients: weakref.WeakSet[LogFunnelClient] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +101,10 @@ class LogTarget:
         self.write = send_buffer.write  # type: ignore[method-assign]
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Accept whole lines or parts of lines; they are sent as whole lines.
+        """Accept `data`, whole lines or parts of lines; they are sent as whole lines.
 
         A part without a newline waits for the rest of its line. Data of one call stays together; if
         several threads write, each should write whole lines. If there is no space, see `when_full`.
-
-        Args:
-            data: The bytes.
 
         Raises:
             DeadlineExceededError: No space in `write_timeout_s`; of up to 64 KiB nothing is taken.
@@ -120,11 +117,8 @@ class LogTarget:
     def flush(self, deadline_s: float | None = 30.0) -> None:
         """Wait until the server has written or dropped every whole line that was written here.
 
-        Args:
-            deadline_s: Seconds to wait; None: no limit. Default 30.
-
         Raises:
-            DeadlineExceededError: The deadline has passed; the lines are kept.
+            DeadlineExceededError: `deadline_s` (s, None: no limit) has passed; the lines are kept.
             LogTargetRefusedError: The server refuses this target.
             LogFunnelClosedError: The target is closed, or was opened before a fork.
         """
@@ -133,11 +127,8 @@ class LogTarget:
     def close(self, deadline_s: float | None = 30.0) -> bool:
         """End the last line, wait for all confirmations and end the stream; harmless if repeated.
 
-        Lines that are not confirmed at the deadline are left in files for a later client of the
-        same name that opens the same path; one warning names the place.
-
-        Args:
-            deadline_s: Seconds to wait for confirmations; None: no limit. Default 30.
+        Lines that are not confirmed after `deadline_s` (s, None: no limit) are left in files for a
+        later client of the same name that opens the same path; one warning names the place.
 
         Returns:
             Whether everything was confirmed.
@@ -154,17 +145,6 @@ class LogTarget:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-DEFAULT_MEMORY_LIMIT_BYTES = 64 * 1024 * 1024
-DEFAULT_SPILL_LIMIT_BYTES = 1024 * 1024 * 1024
-_SMALLEST_MEMORY_BYTES = 512 * 1024
-_LARGEST_WINDOW_BYTES = 8 * 1024 * 1024
-_WINDOW_SHARE = 4
-_STREAM_ID_BYTES = 16
-_AT_EXIT_S = 5.0
-
-_clients: weakref.WeakSet[LogFunnelClient] = weakref.WeakSet()
 
 
 @final
@@ -233,12 +213,8 @@ class LogFunnelClient:
         self._spill_name = spill_name or endpoint
         self._notices = Notices()
         self._budget = MemoryBudget(memory_limit_bytes, spill_limit_bytes)
-        self._link = Link(
-            endpoint,
-            self.node_id,
-            access_of(token_file, tls),
-            None if tls is None else tls.server_name,
-        )
+        server_name = None if tls is None else tls.server_name
+        self._link = Link(endpoint, self.node_id, access_of(token_file, tls), server_name)
         self._lock = threading.Lock()  # guards the two fields below
         self._opened: dict[str, tuple[LogTarget, SendBuffer]] = {}
         self._is_closed = False
@@ -279,8 +255,7 @@ class LogFunnelClient:
     def flush(self, deadline_s: float | None = 30.0) -> None:
         """Flush all targets as `LogTarget.flush` does; raise the first error at the end.
 
-        Args:
-            deadline_s: Seconds for all of them; None: no limit. Default 30.
+        All of them together have `deadline_s` (s, None: no limit).
         """
         deadline = Deadline.after(deadline_s)
         errors = []
@@ -300,11 +275,8 @@ class LogFunnelClient:
     def close(self, deadline_s: float | None = 30.0) -> bool:
         """Close all targets and the connection; harmless when repeated.
 
-        Args:
-            deadline_s: Seconds to wait for confirmations; None: no limit. Default 30.
-
         Returns:
-            Whether everything was confirmed; see `LogTarget.close`.
+            Whether all was confirmed in `deadline_s` (s, None: no limit); see `LogTarget.close`.
         """
         if self._owner_pid != os.getpid():
             return True
@@ -339,32 +311,20 @@ class LogFunnelClient:
     def _make_target(self, path: str) -> tuple[LogTarget, SendBuffer]:
         spill, first_seq = None, 1
         stream_id = os.urandom(_STREAM_ID_BYTES).hex()
+        identity = Identity(self._spill_name, self.node_id, path, stream_id)
         if self._budget.spill_limit_bytes:
-            identity = Identity(self._spill_name, self.node_id, path, stream_id)
             spill = adopt(self._spill_dir, identity, self._budget, self._notices.add)
             if spill is None:
                 spill = Spill(self._spill_dir, identity, self._budget, self._notices.add)
             else:
-                stream_id = spill.identity.stream_id
+                identity = spill.identity
                 first_seq = spill.next_generation()
                 left = spill.unread
                 line = f"sending {left.lines} lines that an ended process left for {path}"
                 self._notices.add(logging.INFO, line)
-        window = min(_LARGEST_WINDOW_BYTES, self._budget.memory_limit_bytes // _WINDOW_SHARE)
-        stream = Stream(
-            self._budget,
-            spill,
-            drops=self._drops,
-            window_bytes=max(window, BATCH_BYTES),
-            first_seq=first_seq,
-        )
+        stream = Stream(self._budget, spill, drops=self._drops, first_seq=first_seq)
         send_buffer = SendBuffer(
-            path,
-            stream,
-            stream_id,
-            self._link,
-            self._notices,
-            write_timeout_s=self._write_timeout_s,
+            identity, stream, self._link, self._notices, write_timeout_s=self._write_timeout_s
         )
         return LogTarget(send_buffer, self._budget, self._close_target), send_buffer
 

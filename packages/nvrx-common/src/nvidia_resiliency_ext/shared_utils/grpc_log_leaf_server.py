@@ -7,10 +7,7 @@ few connections in place of thousands. It writes no file. It needs the extra `gr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from collections.abc import Iterable
 
 __all__ = ["main", "serve"]
 
@@ -60,11 +57,7 @@ def serve(  # noqa: PLR0913 - the signature is given
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the leaf server; return the exit code.
-
-    Args:
-        arguments: The arguments without the program's name; None: those of the process.
-    """
+    """Run the leaf server with `arguments` (None: `sys.argv[1:]`); return the exit code."""
     from nvidia_resiliency_ext.shared_utils._funnel.server import command
 
     return command.run_program(command.leaf_parser(), command.serve_leaf, arguments)

@@ -33,8 +33,7 @@ from .rank_sets import format_ranks
 
 __all__ = ["Confidence", "Finding", "RankState", "describe", "find_culprit", "ranks_in_words"]
 
-MAX_NAMED = 4
-"""How many ranks a sentence describes one by one."""
+MAX_NAMED = 4  # ranks that a sentence describes one by one
 
 
 class Confidence(enum.Enum):

@@ -8,7 +8,8 @@ ranks of a job, the same choice on all ranks. torch is imported only for GPU fau
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from ._faults.dispatch import (
     DispatchedFault,
@@ -31,9 +32,6 @@ from ._faults.interpreter import (
     workload_raise_event,
 )
 from ._faults.kinds import Fault, InjectedException, draw_plan
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 __all__ = [
     "DispatchedFault",

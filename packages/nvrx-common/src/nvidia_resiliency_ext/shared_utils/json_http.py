@@ -8,13 +8,12 @@ import io
 import json
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from nvidia_resiliency_ext.shared_utils.credentials import TokenFile
 
 __all__ = ["Endpoint", "JsonConnection", "parse_endpoint"]
@@ -67,13 +66,10 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class JsonConnection:
-    """Sends requests and returns status and decoded JSON; used by one thread.
+    """Sends requests to `endpoint` and returns status and decoded JSON; used by one thread.
 
-    Args:
-        endpoint: Where the service is.
-        timeout_s: Time for one request.
-        token: Sent as bearer token.
-        ca_file: Certificates to trust in place of the system's.
+    A request takes `timeout_s` at most, with `token` as bearer token; `ca_file` has certificates
+    to trust in place of the system's.
     """
 
     def __init__(

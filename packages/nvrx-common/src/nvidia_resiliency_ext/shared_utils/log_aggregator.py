@@ -40,12 +40,9 @@ def main() -> None:
     temp_dir = LogConfig.get_node_local_tmp_dir()
     if not temp_dir:
         raise RuntimeError("NVRX_NODE_LOCAL_TMPDIR is not set: which logs should be merged?")
+    log_file, max_size = LogConfig.get_log_file(), LogConfig.get_max_file_size()
     aggregator = NodeLogAggregator(
-        options.log_dir,
-        temp_dir,
-        LogConfig.get_log_file(),
-        LogConfig.get_max_file_size(),
-        options.en_chronological_ordering,
+        options.log_dir, temp_dir, log_file, max_size, options.en_chronological_ordering
     )
     signals = SignalQueue((signal.SIGTERM, signal.SIGINT))
     with contextlib.closing(signals), signals.installed():

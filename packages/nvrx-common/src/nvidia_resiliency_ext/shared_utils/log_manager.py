@@ -12,6 +12,8 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Mapping
+from typing import TextIO
 
 from nvidia_resiliency_ext.shared_utils._logging.handler import (
     JsonLineFormatter,
@@ -21,17 +23,7 @@ from nvidia_resiliency_ext.shared_utils._logging.handler import (
     open_log_directory,
 )
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import TextIO
-
-    _TextHandler = logging.StreamHandler[TextIO]
-else:
-    _TextHandler = logging.StreamHandler  # cannot be subscripted by Python 3.10
-
 __all__ = ["LogConfig", "LogManager", "setup_logger"]
-
 
 _MAX_FILE_SIZE_KB = 10240
 _MAX_LOG_FILES = 4
@@ -72,19 +64,14 @@ class LogConfig:
 
     @classmethod
     def get_node_local_tmp_dir(cls, node_local_tmp_dir: str | None = None) -> str | None:
-        """Return the directory of the per-node log files; None: no such files.
-
-        Args:
-            node_local_tmp_dir: The directory; None: that of `NVRX_NODE_LOCAL_TMPDIR`.
-        """
+        """Return `node_local_tmp_dir`, else `NVRX_NODE_LOCAL_TMPDIR`; None: no per-node files."""
         return node_local_tmp_dir or os.environ.get("NVRX_NODE_LOCAL_TMPDIR") or None
 
     @classmethod
     def get_max_file_size(cls, file_size_kb: int | None = None) -> int:
         """Return the size in bytes at which a process begins its next per-node log file.
 
-        Args:
-            file_size_kb: The size in KiB; None: `NVRX_LOG_MAX_FILE_SIZE_KB` or its default.
+        It is `file_size_kb` (KiB), else `NVRX_LOG_MAX_FILE_SIZE_KB` or its default.
         """
         if file_size_kb is None:
             file_size_kb = _integer("NVRX_LOG_MAX_FILE_SIZE_KB", _MAX_FILE_SIZE_KB)
@@ -124,20 +111,12 @@ class LogConfig:
 
     @classmethod
     def get_log_level(cls, environ: Mapping[str, str] = os.environ) -> int:
-        """Return `logging.DEBUG` if `NVRX_LOG_DEBUG` is set, else `logging.INFO`.
-
-        Args:
-            environ: The environment.
-        """
+        """Return `logging.DEBUG` if `NVRX_LOG_DEBUG` is set in `environ`, else `logging.INFO`."""
         return logging.DEBUG if _flag("NVRX_LOG_DEBUG", environ) else logging.INFO
 
     @classmethod
     def get_process_name(cls, proc_name: str | None = None) -> str:
-        """Return the name of this process in the names of its log files.
-
-        Args:
-            proc_name: The name; None: the process number.
-        """
+        """Return what log files call this process: `proc_name`, else the process number."""
         return proc_name or str(os.getpid())
 
     @classmethod
@@ -196,13 +175,9 @@ class LogManager:
         if directory is None:
             return _ConsoleHandler(is_stdout=LogConfig.get_log_to_stdout_cfg())
         os.close(open_log_directory(directory))
-        return NodeLocalTmpLogHandler(
-            self.workload_rank,
-            directory,
-            LogConfig.get_max_file_size(),
-            LogConfig.get_max_log_files(),
-            LogConfig.get_process_name(prefix),
-        )
+        limits = LogConfig.get_max_file_size(), LogConfig.get_max_log_files()
+        name = LogConfig.get_process_name(prefix)
+        return NodeLocalTmpLogHandler(self.workload_rank, directory, *limits, name)
 
     def _make_formatter(self, *, has_log_file: bool) -> logging.Formatter:
         node = LogConfig.get_node_id()
@@ -253,7 +228,7 @@ def setup_logger(
     return logger
 
 
-class _ConsoleHandler(_TextHandler):
+class _ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not in Python 3.10
     """Writes to what ``sys.stderr`` or ``sys.stdout`` is at that moment, as tests replace it."""
 
     def __init__(self, *, is_stdout: bool) -> None:
@@ -303,17 +278,13 @@ class _State:
         logger.addHandler(handler)
         for unused in self.handlers[:-1]:
             logger.removeHandler(unused)
-            _close(unused)
+            try:
+                unused.flush()
+            except (OSError, ValueError) as error:
+                # The disk is full or somebody closed the stream: the handler goes all the same.
+                logger.debug("log handler not flushed: %s", error)
+            unused.close()
             self.handlers.remove(unused)
-
-
-def _close(handler: logging.Handler) -> None:
-    try:
-        handler.flush()
-    except (OSError, ValueError) as error:
-        # The disk is full or somebody closed the stream: the handler goes all the same.
-        logging.getLogger(LogConfig.name).debug("log handler not flushed: %s", error)
-    handler.close()
 
 
 def _warn_once(message: str) -> None:

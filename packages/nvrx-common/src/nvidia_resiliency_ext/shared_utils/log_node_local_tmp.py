@@ -3,11 +3,7 @@
 
 from __future__ import annotations
 
-from nvidia_resiliency_ext.shared_utils._logging.aggregator import NodeLogAggregator
-from nvidia_resiliency_ext.shared_utils._logging.handler import (
-    DynamicLogFormatter,
-    LogMessage,
-    NodeLocalTmpLogHandler,
-)
+from ._logging.aggregator import NodeLogAggregator
+from ._logging.handler import DynamicLogFormatter, LogMessage, NodeLocalTmpLogHandler
 
 __all__ = ["DynamicLogFormatter", "LogMessage", "NodeLocalTmpLogHandler", "NodeLogAggregator"]

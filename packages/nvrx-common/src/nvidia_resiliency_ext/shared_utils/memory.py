@@ -20,13 +20,9 @@ class GPUMemoryLogger:
         >>> GPUMemoryLogger().get_gpu_memory(device_index=0)  # without a driver
     """
 
-    _instance: GPUMemoryLogger | None = None
-
     def __new__(cls) -> GPUMemoryLogger:  # noqa: PYI034 - Self is newer than Python 3.10
         """Return the one object."""
-        if cls._instance is None:
-            cls._instance = super().__new__(cls)
-        return cls._instance
+        return _the_one
 
     def get_gpu_memory(
         self, device_index: int | None = None, log_memory: bool = False, context: str = ""
@@ -58,12 +54,12 @@ class GPUMemoryLogger:
 
 def _ask(rank: int) -> Any:
     from ._health.check import log_once
-    from ._health.devices import resolve_device, session
+    from ._health.devices import ask, resolve_device
     from ._health.nvml import NvmlError, NvmlUnavailableError
 
     try:
         device = resolve_device(rank)
-        return None if device is None else session().ask("memory", device)
+        return None if device is None else ask("memory", device)
     except NvmlUnavailableError as error:
         log_once("memory", logging.WARNING, f"GPU memory cannot be told: {error}")
     except NvmlError as error:
@@ -72,4 +68,4 @@ def _ask(rank: int) -> Any:
 
 
 # Made here, so that two threads cannot make two.
-GPUMemoryLogger()
+_the_one = object.__new__(GPUMemoryLogger)

@@ -9,12 +9,10 @@ import fcntl
 import os
 import stat
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import BinaryIO
 
 from nvidia_resiliency_ext.shared_utils.errors import PathOutsideRootsError, UnsafePathError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 __all__ = [
     "SEALS",
@@ -30,6 +28,15 @@ __all__ = [
     "validate_directory",
     "validate_filepath",
 ]
+
+_OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_LONGEST_NAME_BYTES = 255
+_REMOVE_ROUNDS = 5
+_FIRST_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S = 0.001, 0.1
+# Numbers of linux/fcntl.h, where this Python does not know them.
+SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
+"""Seals of memory that no holder of its descriptor can shrink or grow."""
+_ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
 
 
 def validate_directory(dir_path: str | os.PathLike[str]) -> None:
@@ -107,12 +114,6 @@ def _status_without_links(path: str) -> os.stat_result | None:
     return status
 
 
-_OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_LONGEST_NAME_BYTES = 255
-_REMOVE_ROUNDS = 5
-_FIRST_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S = 0.001, 0.1
-
-
 def open_append_beneath(root_fd: int, relpath: str | os.PathLike[str], mode: int = 0o600) -> int:
     """Return a descriptor of a regular file below a directory, made if missing, for appending.
 
@@ -137,12 +138,12 @@ def open_append_beneath(root_fd: int, relpath: str | os.PathLike[str], mode: int
     directory = os.dup(root_fd)
     try:
         for name in names[:-1]:
-            child = _open_unlinked(name, _OPEN_DIRECTORY, directory, relpath)
+            child = open_unlinked(name, _OPEN_DIRECTORY, directory, relpath)
             os.close(directory)
             directory = child
         # O_NONBLOCK: a pipe planted under this name must not hold us up.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = _open_unlinked(names[-1], flags, directory, relpath, mode)
+        descriptor = open_unlinked(names[-1], flags, directory, relpath, mode)
     finally:
         os.close(directory)
     status = os.fstat(descriptor)
@@ -212,12 +213,9 @@ def atomic_write(
 
 
 def sync_directory(directory: int | str | os.PathLike[str]) -> None:
-    """Wait until the names in a directory would survive a power cut.
+    """Wait until the names in `directory`, a path or descriptor, would survive a power cut.
 
-    File systems that cannot do so are left alone.
-
-    Args:
-        directory: Its path, or a descriptor of it, which stays open.
+    A descriptor stays open. File systems that cannot do so are left alone.
 
     Raises:
         OSError: It cannot be opened, or the device failed.
@@ -239,25 +237,25 @@ def sync_directory(directory: int | str | os.PathLike[str]) -> None:
 def read_regular_file(
     path: str | os.PathLike[str], max_bytes: int, *, follows_symlink: bool = False
 ) -> bytes:
-    """Return the beginning of a file that another user may have written.
-
-    Args:
-        path: The file.
-        max_bytes: How many bytes to read at most.
-        follows_symlink: Accept a symbolic link. Default False.
+    """Return at most `max_bytes`, the first, of file `path`, which another user may have written.
 
     Raises:
-        OSError: It is absent, unreadable, a symlink that must not be followed, or no regular file:
-            a pipe or a device would make the reader wait or read for ever.
+        OSError: It is absent, unreadable, a symbolic link without `follows_symlink`, or no regular
+            file: a pipe or a device would make the reader wait or read for ever.
     """
+    with open_regular_file(path, follows_symlink=follows_symlink) as file:
+        return file.read(max_bytes)
+
+
+def open_regular_file(path: str | os.PathLike[str], *, follows_symlink: bool) -> BinaryIO:
+    """Open a file for reading; raise as `read_regular_file`."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags if follows_symlink else flags | os.O_NOFOLLOW)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         # Before `open`, which would forget to close the descriptor of a directory.
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", path)
-    with open(descriptor, "rb") as file:
-        return file.read(max_bytes)
+    return open(descriptor, "rb")
 
 
 def private_dir(path: str | os.PathLike[str]) -> str:
@@ -271,7 +269,7 @@ def private_dir(path: str | os.PathLike[str]) -> str:
     """
     path = os.fspath(path)
     _make_private(os.path.abspath(path))
-    descriptor = _open_unlinked(path.rstrip("/") or "/", _OPEN_DIRECTORY, None, path)
+    descriptor = open_unlinked(path.rstrip("/") or "/", _OPEN_DIRECTORY, None, path)
     try:
         status = os.fstat(descriptor)
         if status.st_uid != os.geteuid():
@@ -322,6 +320,19 @@ def remove_tree_at(name: str, directory_fd: int) -> None:
     raise OSError(errno.ENOTEMPTY, "others keep adding to the directory", name)
 
 
+def remove_tree(path: str) -> None:
+    """Remove `path` as `remove_tree_at` does; a parent that is missing is no error, either."""
+    parent, name = os.path.split(path)
+    try:
+        directory = os.open(parent, _OPEN_DIRECTORY)
+    except FileNotFoundError:
+        return
+    try:
+        remove_tree_at(name, directory)
+    finally:
+        os.close(directory)
+
+
 def _make_private(path: str) -> None:
     # Not os.makedirs: it leaves the permissions of parents to the umask.
     if os.path.lexists(path):
@@ -331,9 +342,10 @@ def _make_private(path: str) -> None:
         os.mkdir(path, 0o700)
 
 
-def _open_unlinked(
+def open_unlinked(
     name: str, flags: int, directory_fd: int | None, path: str, mode: int = 0o600
 ) -> int:
+    """Open `name`, the last part of `path` or of its beginning; refuse a symbolic link."""
     try:
         return os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=directory_fd)
     except OSError as error:
@@ -375,12 +387,6 @@ def lock_file(descriptor: int, timeout_s: float = 0.0) -> None:
         # The kernel's own wait has no deadline.
         time.sleep(min(pause_s, left_s))
         pause_s = min(2 * pause_s, _LONGEST_LOCK_PAUSE_S)
-
-
-# Numbers of linux/fcntl.h, where this Python does not know them.
-SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
-"""Seals of memory that no holder of its descriptor can shrink or grow."""
-_ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
 
 
 def shared_memory(name: str, size_bytes: int, directories: Iterable[str]) -> int:

@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
 
 __all__ = [
     "Memory",
@@ -130,14 +127,10 @@ def environ_value(pid: int, name: str) -> str | None:
 
     A program that changes its title can overwrite that memory; then None is returned.
     """
-    data = _read(f"/proc/{pid}/environ")
-    if data is None:
-        return None
+    entries = (_read(f"/proc/{pid}/environ") or b"").split(b"\0")
     prefix = os.fsencode(name) + b"="
-    for entry in data.split(b"\0"):
-        if entry.startswith(prefix):
-            return os.fsdecode(entry[len(prefix) :])
-    return None
+    values = (os.fsdecode(each[len(prefix) :]) for each in entries if each.startswith(prefix))
+    return next(values, None)
 
 
 def processes_with_environ(name: str, value: str) -> list[ProcStat]:
@@ -175,19 +168,15 @@ def pids_in_groups(pgids: Collection[int]) -> list[int]:
 
 def maps_name(pid: int, needle: str) -> bool:
     """Return whether process `pid` maps a file whose path contains `needle`."""
-    data = _read(f"/proc/{pid}/maps")
-    if data is None:
-        return False
     wanted = os.fsencode(needle)
     # A line is "address perms offset device inode path"; the path may contain blanks.
-    lines = (line.split(None, 5) for line in data.splitlines())
+    lines = (line.split(None, 5) for line in (_read(f"/proc/{pid}/maps") or b"").splitlines())
     return any(len(fields) > 5 and wanted in fields[5] for fields in lines)  # noqa: PLR2004
 
 
 def boot_id() -> str:
     """Return the kernel's name for this boot, or `""` where it is hidden."""
-    data = _read("/proc/sys/kernel/random/boot_id")
-    return "" if data is None else data.decode("ascii", "replace").strip()
+    return (_read("/proc/sys/kernel/random/boot_id") or b"").decode("ascii", "replace").strip()
 
 
 def pid_namespace() -> str:

@@ -12,14 +12,12 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.console import plain
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = [
     "FaultToleranceProfiler",
@@ -153,11 +151,8 @@ class FaultToleranceProfiler:
         try:
             line = json.dumps(asdict(record)) + "\n"
             # Opened each time: events are rare, and the file may be moved away in between.
-            descriptor = os.open(path, flags | os.O_NONBLOCK, 0o600)
-            try:
-                os.write(descriptor, line.encode())
-            finally:
-                os.close(descriptor)
+            with open(os.open(path, flags | os.O_NONBLOCK, 0o600), "wb", 0) as file:
+                file.write(line.encode())
         except (OSError, ValueError) as error:
             complained, self._complained = self._complained, True
             if not complained:

@@ -91,10 +91,9 @@ MAX_THREADS = 256
 _STOPPED_STATES = frozenset("Tt")
 _GLOO_THREAD = "pt_gloo_runloop"
 _GPU_THREADS = ("pt_nccl_", "cuda-", "cuda0")
+# Numbers of `futex` on x86-64, on aarch64, and of the older and the 64-bit call on 32 bits.
 _FUTEX = frozenset({202, 98, 240, 422})
-"""Numbers of `futex` on x86-64, on aarch64, and of the older and the 64-bit call on 32 bits."""
-_FUTEX_TIMEOUT = 4
-"""Place of the time limit in what `procfs.syscall` returns."""
+_FUTEX_TIMEOUT = 4  # place of the time limit in what `procfs.syscall` returns
 
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d{1,9}) in (?P<name>.*)')
 _LIBRARY = re.compile(
@@ -114,11 +113,9 @@ _NO_COLLECTIVES = (
     "/torch/distributed/elastic/",
     "/torch/distributed/run.py",
 )
-_DEVICE_CALLS = frozenset(
-    {
-        ("/torch/autograd/graph.py", "_engine_run_backward"),
-        ("/torch/autograd/__init__.py", "backward"),
-    }
+_DEVICE_CALLS = (
+    ("/torch/autograd/graph.py", "_engine_run_backward"),
+    ("/torch/autograd/__init__.py", "backward"),
 )
 _SYNCHRONIZES = frozenset({"synchronize", "wait", "wait_event", "wait_stream"})
 
@@ -164,11 +161,9 @@ def _call_of(file: str, _line: int, name: str) -> Call:
         return Call.OWN
     if any(part in file for part in _COLLECTIVES):
         return Call.COLLECTIVE
-    if any(file.endswith(end) and name == called for end, called in _DEVICE_CALLS):
-        return Call.DEVICE
-    if "/torch/cuda/" in file and name in _SYNCHRONIZES:
-        return Call.DEVICE
-    return Call.OWN
+    waits = "/torch/cuda/" in file and name in _SYNCHRONIZES
+    runs = any(file.endswith(end) and name == called for end, called in _DEVICE_CALLS)
+    return Call.DEVICE if waits or runs else Call.OWN
 
 
 def inspect_kernel(pid: int) -> Kernel:
@@ -180,15 +175,10 @@ def inspect_kernel(pid: int) -> Kernel:
         return Kernel(stat.state, procfs.wchan(pid) or "")
     threads = procfs.threads(pid, MAX_THREADS)
     gloo = [thread for thread in threads if thread.name == _GLOO_THREAD]
-    pending = [
-        is_pending for thread in gloo if (is_pending := _in_collective(pid, thread)) is not None
-    ]
-    return Kernel(
-        stat.state,
-        procfs.wchan(pid) or "",
-        is_pending=any(pending) if pending else None,
-        has_gpu=any(thread.name.startswith(_GPU_THREADS) for thread in threads),
-    )
+    pending = [answer for thread in gloo if (answer := _in_collective(pid, thread)) is not None]
+    is_pending = any(pending) if pending else None
+    has_gpu = any(thread.name.startswith(_GPU_THREADS) for thread in threads)
+    return Kernel(stat.state, procfs.wchan(pid) or "", is_pending, has_gpu)
 
 
 def _in_collective(pid: int, thread: procfs.Thread) -> bool | None:

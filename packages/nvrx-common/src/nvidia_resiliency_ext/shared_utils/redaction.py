@@ -12,7 +12,6 @@ from functools import lru_cache
 
 __all__ = ["REDACTED", "redact"]
 
-
 _PARTS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+")
 _SECRET_ENDS = (
     "token", "tokens", "secret", "secrets", "password", "passwords", "passwd", "passphrase", "pwd",

@@ -12,24 +12,23 @@ import json
 import os
 import stat
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext import distribution_versions
-from nvidia_resiliency_ext.shared_utils._report.metrics import render_prometheus
 
 from ._events.read import EventFile, EventFileError, read_events
 from ._report.html import render_html
+from ._report.metrics import ExportError, export_otlp, render_prometheus
 from ._report.model import build_timeline
-from ._report.text import render_text, terminal_width
+from ._report.text import follow, render_text, terminal_width
+from ._report.timeline import Timeline
 from .console import plain, write_err, write_out
 from .os_utils import atomic_write
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Sequence
-
-    from ._report.timeline import Timeline
 
 __all__ = [
     "build_timeline",
@@ -128,8 +127,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         if options.follow:
-            from nvidia_resiliency_ext.shared_utils._report.text import follow
-
             seen = export if are_exports_wanted else None
             return follow(options.paths, read, seen, options.width or 0)
         timeline = read()
@@ -154,8 +151,6 @@ def _export(timeline: Timeline, options: Namespace) -> str:
         except OSError as error:
             return f"{path}: {error.strerror}"
     if options.otlp:
-        from ._report.metrics import ExportError, export_otlp
-
         try:
             export_otlp(timeline, options.otlp)
         except ExportError as error:

@@ -14,15 +14,13 @@ import logging
 import os
 import stat
 import time
-from typing import TYPE_CHECKING, final
+from collections.abc import Mapping
+from typing import final
 
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.errors import UnsafePathError
 
-from .os_utils import atomic_write, read_regular_file, remove_tree_at
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from .os_utils import atomic_write, read_regular_file, remove_tree
 
 __all__ = [
     "MAX_SOCKET_PATH_BYTES",
@@ -149,7 +147,7 @@ class RunDir:
         except FileNotFoundError:
             return
         if (status.st_dev, status.st_ino) == self._identity:
-            _remove(self.path)
+            remove_tree(self.path)
 
     def __enter__(self) -> RunDir:
         return self
@@ -180,7 +178,7 @@ def remove_stale_run_dirs(environ: Mapping[str, str] = os.environ) -> list[str]:
     removed = []
     for path in stale_run_dirs(environ):
         try:
-            _remove(path)
+            remove_tree(path)
         except OSError as error:
             logger.warning("cannot remove the stale run directory %s: %s", path, error)
         else:
@@ -257,15 +255,3 @@ def _refuse_foreign(path: str, status: os.stat_result) -> None:
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         message = "the directory belongs to somebody else, or is open to others"
         raise UnsafePathError(errno.EPERM, message, path)
-
-
-def _remove(path: str) -> None:
-    parent, name = os.path.split(path)
-    try:
-        directory = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
-    try:
-        remove_tree_at(name, directory)
-    finally:
-        os.close(directory)

@@ -12,10 +12,7 @@ import errno
 import os
 import stat
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 __all__ = ["main"]
 

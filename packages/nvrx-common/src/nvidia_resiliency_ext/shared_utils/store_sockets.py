@@ -51,7 +51,6 @@ _LIBUV_TAKES_A_SOCKET = (2, 8)
 # Longer than a packet that is lost twice.
 _PARTIAL_MESSAGE_S = 5
 
-
 _LONGEST_MS = (1 << 31) - 1  # that poll() takes
 
 given_up: list[ParkedAtExit] = []

@@ -12,15 +12,13 @@ import json
 import logging
 import os
 import pickle
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from .errors import NvrxError
 from .os_utils import atomic_write
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    Check = Callable[[], object]
+Check = Callable[[], object]
 
 __all__ = ["NoFlightRecorderError", "TorchFRTraceCollector", "TraceCollector"]
 

@@ -13,26 +13,23 @@ import socket
 import stat
 import struct
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.shared_utils.errors import (
-    DeadlineExceededError,
-    MalformedFrameError,
-    WireError,
-)
-from nvidia_resiliency_ext.shared_utils.rundir import MAX_SOCKET_PATH_BYTES
-from nvidia_resiliency_ext.shared_utils.wire import FrameReader, receive_with_fds, rights
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from nvidia_resiliency_ext.shared_utils.wire import MessageSet
+from .errors import DeadlineExceededError, MalformedFrameError, WireError
+from .rundir import MAX_SOCKET_PATH_BYTES
+from .wire import FrameReader, MessageSet, receive_with_fds, rights
 
 __all__ = ["Channel", "connect", "listen", "set_ipc_socket_timeouts"]
 
-
 _TIMEVAL = struct.Struct("@ll")
+MAX_WAITING = 256
+_MAX_WAITING_BYTES = 16 << 20
+_READ_BYTES = 65536
+# Per call of `receive`, so that a peer that never stops sending cannot keep its caller.
+_MAX_READS = 16
+_MAX_FDS = 64
+_NEVER_WAITS = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
 
 
 def listen(path: str, backlog: int = 128) -> socket.socket:
@@ -124,15 +121,6 @@ def _remove_stale(path: str) -> None:
     if error != errno.ECONNREFUSED:
         raise FileExistsError(errno.EEXIST, "somebody listens on this socket", path)
     os.unlink(path)
-
-
-MAX_WAITING = 256
-_MAX_WAITING_BYTES = 16 << 20
-_READ_BYTES = 65536
-# Per call of `receive`, so that a peer that never stops sending cannot keep its caller.
-_MAX_READS = 16
-_MAX_FDS = 64
-_NEVER_WAITS = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
 
 
 @dataclass(slots=True)
@@ -228,12 +216,10 @@ class Channel:
         return [self._fds.popleft() for _ in range(min(count, len(self._fds)))]
 
     def send(self, message: object, fds: Sequence[int] = (), *, is_droppable: bool = False) -> None:
-        """Send a message, or keep it until the peer takes it; never waits.
+        """Send `message`, of the channel's set, or keep it until the peer takes it; never waits.
 
-        Args:
-            message: One of the channel's message set.
-            fds: Descriptors to attach; the caller keeps its own.
-            is_droppable: May be thrown away first when too much waits.
+        Of the attached descriptors `fds` the caller keeps its own. What `is_droppable` may be
+        thrown away first when too much waits.
 
         Raises:
             WireError: The message cannot be encoded.

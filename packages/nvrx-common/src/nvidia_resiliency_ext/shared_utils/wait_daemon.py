@@ -12,16 +12,13 @@ import os
 import select
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 from .children import PidHandle, pidfd_available, wait_readable
 from .clock import Deadline
 from .console import write_err
 from .errors import DeadlineExceededError
 from .os_utils import read_regular_file
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 __all__ = ["main", "read_pids_from_file", "wait_daemon", "wait_for_pids"]
 

@@ -63,13 +63,15 @@ _PLAIN = frozenset((str, bool, type(None)))
 _COLLECTIONS: dict[str, type] = {"frozenset": frozenset, "map": dict, "set": set, "tuple": tuple}
 _TAGS = frozenset(("bytes", "float", *_COLLECTIONS))
 _SPECIAL_FLOATS = frozenset(("inf", "-inf", "nan"))
+_CREDENTIALS = struct.Struct("iII")
+_FD = struct.Struct("i")
 
 
 class MessageSet:
     """The closed set of types that one connection may carry; immutable, safe to share.
 
     Plain values (None, bool, int, float, str, bytes, list, tuple, set, dict) always pass; of
-    classes only the registered dataclasses and enums, by class name, and each field must fit its
+    classes only `types`, dataclasses and enums, by class name, and each field must fit its
     annotation. Names of extensions and code never travel.
 
     Example:
@@ -81,9 +83,6 @@ class MessageSet:
         >>> [payload] = FrameReader().feed(messages.encode(CycleChanged(cycle=3)))
         >>> messages.decode(payload)
         CycleChanged(cycle=3)
-
-    Args:
-        types: Dataclasses and enums.
 
     Raises:
         TypeError: A type is neither a dataclass nor an enum.
@@ -389,18 +388,12 @@ def _check(annotation: object) -> Check:
     return lambda value: isinstance(value, wanted)
 
 
-_CREDENTIALS = struct.Struct("iII")
-_FD = struct.Struct("i")
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class PeerCredentials:
     """Who was at the other end of a Unix socket when it was connected, as the kernel says.
 
-    Attributes:
-        pid: Process number in our namespace, 0 when it lives in one that we cannot see.
-        uid: User.
-        gid: Group.
+    `pid` counts in our namespace, 0: it lives in one that we cannot see; `uid` and `gid` are its
+    user and group.
     """
 
     pid: int

@@ -7,18 +7,29 @@ import os
 import shutil
 import subprocess
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write
 
 __all__ = ["FakeDriver", "FakeNodeDaemon", "FakeNvml", "FakeSysfs", "NoCompilerError", "fake_sysfs"]
 
-
 _METHOD = "RunHealthCheck"
 _SERVICE = "nvhcd.HealthCheckService"
+_SOURCE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "nvml.c")
+_LIBRARY = "libnvidia-ml.so.1"
+_COMPILE_TIMEOUT_S = 60
+_INVALID_ARGUMENT, _NOT_SUPPORTED, _NOT_FOUND = 2, 3, 6
+_FIELDS = {
+    "NVML_FI_DEV_ECC_SBE_VOL_TOTAL": 3,
+    "NVML_FI_DEV_ECC_DBE_VOL_TOTAL": 4,
+    "NVML_FI_DEV_REMAPPED_UNC": 143,
+    "NVML_FI_DEV_REMAPPED_PENDING": 144,
+    "NVML_FI_DEV_REMAPPED_FAILURE": 145,
+    "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION": 230,
+}
 
 
 class FakeNodeDaemon:
@@ -76,22 +87,14 @@ class FakeNodeDaemon:
         return answer
 
 
-_SOURCE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "nvml.c")
-_LIBRARY = "libnvidia-ml.so.1"
-_COMPILE_TIMEOUT_S = 60
-_INVALID_ARGUMENT, _NOT_SUPPORTED, _NOT_FOUND = 2, 3, 6
-
-
 class NoCompilerError(Exception):
     """There is no C compiler on this machine, or it does not work."""
 
 
 class FakeDriver:
-    """A ``libnvidia-ml.so.1`` in a folder of its own, for programs started with `environment`.
+    """A ``libnvidia-ml.so.1`` in a `folder` of its own, for programs started with `environment`.
 
-    Args:
-        folder: Where library, control file and record of calls go; it must exist.
-        answers: First content of the control file.
+    It must exist: library, control file (first with `answers`) and record of calls go there.
 
     Raises:
         NoCompilerError: The library cannot be built here.
@@ -137,9 +140,7 @@ class FakeDriver:
     def _write(self) -> None:
         # Replaced as a whole: a driver call may read it at this moment.
         text = "".join(f"{key} {value}\n" for key, value in self._answers.items())
-        with open(f"{self._control}.new", "w", encoding="ascii") as file:
-            file.write(text)
-        os.replace(f"{self._control}.new", self._control)
+        atomic_write(self._control, text.encode("ascii"), mode=None, fsync=False)
 
     def _build(self) -> None:
         if not os.path.exists(_SOURCE):  # else it would pass for a compiler's fault
@@ -270,15 +271,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     ),
 }
 
-_FIELDS = {
-    "NVML_FI_DEV_ECC_SBE_VOL_TOTAL": 3,
-    "NVML_FI_DEV_ECC_DBE_VOL_TOTAL": 4,
-    "NVML_FI_DEV_REMAPPED_UNC": 143,
-    "NVML_FI_DEV_REMAPPED_PENDING": 144,
-    "NVML_FI_DEV_REMAPPED_FAILURE": 145,
-    "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION": 230,
-}
-
 
 class FakeSysfs:
     """A tree below `root`, for the parameter `sysfs_root` of checks.
@@ -343,15 +335,7 @@ class FakeSysfs:
     def set_counter(
         self, name: str, counter: str, value: int, *, port: int = 1, folder: str = "counters"
     ) -> None:
-        """Set a counter of a port.
-
-        Args:
-            name: The adapter.
-            counter: Name of the counter.
-            value: Its value.
-            port: The port. Default 1.
-            folder: `counters` (default) or `hw_counters`.
-        """
+        """Set a `counter` of a port to `value`, in `folder` `counters` or `hw_counters`."""
         self._write(f"class/infiniband/{name}/ports/{port}/{folder}/{counter}", str(value))
 
     def set_carrier(self, name: str, netdev: str, *, has_carrier: bool) -> None:
@@ -376,12 +360,9 @@ class FakeSysfs:
 def fake_sysfs(
     root: str | os.PathLike[str], nics: Mapping[str, str] | None = None, gpus: Sequence[str] = ()
 ) -> FakeSysfs:
-    """Make a tree with adapters and GPUs.
+    """Make a tree in folder `root` with adapters `nics`, by name, and `gpus`.
 
-    Args:
-        root: Folder to make it in.
-        nics: Path of each adapter, as PCI addresses from the root port down, joined by ``/``.
-        gpus: Path of each GPU, likewise.
+    Of each the path is given, as PCI addresses from the root port down, joined by ``/``.
     """
     tree = FakeSysfs(root)
     for path in gpus:

@@ -67,8 +67,8 @@ def excluded_units(
 ) -> dict[str, list[str]]:
     """Return the units of `job_id`, a job or an array, with the problems of their nodes.
 
-    Units without `unavailable` nodes (from `unavailable_nodes`) are left out. `squeue` is the output
-    of that command, lines of `TASK|NODES`; the task of a plain job is `N/A`.
+    Units without `unavailable` nodes (from `unavailable_nodes`) are left out. `squeue` is the
+    output of that command, lines of `TASK|NODES`; the task of a plain job is `N/A`.
 
     Raises:
         SlurmAnswerError: A line has another form.
@@ -88,8 +88,8 @@ def excluded_units(
 def publish(directory: str, job_id: str, environ: Mapping[str, str]) -> dict[str, list[str]]:
     """Ask Slurm once, write the file of a job, and return the excluded units with their problems.
 
-    Without exclusions the file is removed. `directory`, that of `--ft-segment-health-check-dir`, must
-    exist. `job_id` is the job, or the array; `environ` is the environment of Slurm's commands.
+    Without exclusions the file is removed. `directory`, that of `--ft-segment-health-check-dir`,
+    must exist. `job_id` is the job, or the array; `environ` is the environment of Slurm's commands.
 
     Raises:
         SlurmAnswerError: Slurm did not answer; the file is unchanged.

@@ -8,11 +8,9 @@ it began ``dur_s`` (``window_s``, ``stall_s``) before the event's time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 
 class Event:

@@ -15,14 +15,12 @@ import os
 import stat
 import time
 from _thread import allocate_lock  # of what `threading` has, all that is needed at every import
+from collections.abc import Mapping
 from math import isfinite
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from .kinds import Event
-
 
 LINE_LIMIT = 4096  # the size up to which an append is one piece on every file system we know
 _SHORTEST_CUT = 16
@@ -92,7 +90,6 @@ _ENCODER = json.JSONEncoder(
     separators=(",", ":"), allow_nan=False, check_circular=False, default=_foreign
 )
 
-
 SCHEMA = "nvrx_events.v1"
 _REOPEN_AFTER_S = 5.0
 _LOCK_S = 1.0
@@ -132,7 +129,7 @@ class NodeFile:
         self._versions = dict(versions or {})
         self._identity = (0, 0)
         self._lock = allocate_lock()
-        self._is_closed = False
+        self.is_closed = False
         self._is_line_torn = False
         self._next_open_at = 0.0
         self._why = ""
@@ -153,7 +150,7 @@ class NodeFile:
         if not self._lock.acquire(timeout=_LOCK_S):
             return "another thread holds it"
         try:
-            if self._is_closed:
+            if self.is_closed:
                 return "it is closed"
             # Looked at once more, now that no other thread changes anything.
             state = self._look()
@@ -172,21 +169,19 @@ class NodeFile:
             os.makedirs(self.directory, mode=0o700, exist_ok=True)
             fd = self._find_or_make(is_new=is_new)
             found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                raise OSError(errno.EPERM, "not a regular file of this user")  # noqa: TRY301
         except OSError as error:
-            why = error.strerror or type(error).__name__
-        else:
-            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
-                self._identity = (found.st_dev, found.st_ino)
-                self.fd = fd
-                return ""
-            why = "not a regular file of this user"
-        if fd >= 0:
-            os.close(fd)
-        self._next_open_at = time.monotonic() + _REOPEN_AFTER_S
-        return why
+            if fd >= 0:
+                os.close(fd)
+            self._next_open_at = time.monotonic() + _REOPEN_AFTER_S
+            return error.strerror or type(error).__name__
+        self._identity = (found.st_dev, found.st_ino)
+        self.fd = fd
+        return ""
 
     def close(self) -> None:
-        self._is_closed = True
+        self.is_closed = True
         if self._lock.acquire(timeout=_LOCK_S):
             try:
                 self._let_go(self._look())
@@ -253,16 +248,14 @@ class NodeFile:
             }
         )
         fd = os.open(self.path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
-        written = -1
         try:
-            written = os.write(fd, header)
-        finally:
-            if written < len(header):
-                # Who opened it meanwhile notices that it has no name any more and opens it anew.
-                os.close(fd)
-                os.unlink(self.path)
-        if written < len(header):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if os.write(fd, header) < len(header):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # noqa: TRY301 - as of `write`
+        except BaseException:
+            # Who opened it meanwhile notices that it has no name any more and opens it anew.
+            os.close(fd)
+            os.unlink(self.path)
+            raise
         return fd
 
 
@@ -299,7 +292,6 @@ class EventLog:
         self.src = src
         self.max_bytes = max_bytes
         self._file = file
-        self._is_closed = False
         self._has_warned = False
         self._has_logged_limit = False
         self._dropped_count = 0
@@ -430,11 +422,10 @@ class EventLog:
         """Record the number of dropped events and close the file; later events are ignored."""
         if self._dropped_count and self._is_usable():
             self._record_dropped()
-        self._is_closed = True
         self._file.close()
 
     def _append(self, kind: str, fields: Mapping[str, object]) -> None:
-        if self._is_closed:
+        if self._file.is_closed:
             return
         try:
             line = encode_line(fields)

@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import BinaryIO
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
 from .log import SCHEMA
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from typing import BinaryIO
-
 
 _LINE_LIMIT = 64 * 1024
 _FILE_LIMIT = 256 * 1024 * 1024
@@ -147,21 +143,15 @@ def _parse(line: bytes) -> EventRecord | Mapping[str, object] | None:
         found = _parse_object(line[start:]) if start > 0 else None
     if found is None:
         return None
-    t, kind, src = _time(found.get("t")), found.get("kind"), found.get("src")
+    t, kind, given = _time(found.get("t")), found.get("kind"), found.get("src")
     if kind == "header":
         return found
     if t is None or not isinstance(kind, str) or not kind:
         return None
-    return EventRecord(
-        t=t,
-        m=_time(found.get("m")),
-        kind=kind,
-        src=src if isinstance(src, str) else "",
-        cycle=_integer(found.get("cycle")),
-        rank=_integer(found.get("rank")),
-        pid=_integer(found.get("pid")),
-        fields={name: value for name, value in found.items() if name not in _COMMON_NAMES},
-    )
+    src = given if isinstance(given, str) else ""
+    cycle, rank, pid = (_integer(found.get(name)) for name in ("cycle", "rank", "pid"))
+    fields = {name: value for name, value in found.items() if name not in _COMMON_NAMES}
+    return EventRecord(t, _time(found.get("m")), kind, src, cycle, rank, pid, fields)
 
 
 def _parse_object(line: bytes) -> dict[str, object] | None:

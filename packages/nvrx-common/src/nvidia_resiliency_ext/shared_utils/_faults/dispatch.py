@@ -9,33 +9,30 @@ import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable
+from typing import Any, final
 
 from . import interpreter, resources
 from .interpreter import SignalFromOutside, async_raise
 from .kinds import Action, Fault, InjectedException, add_fault
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Callback = Callable[[], object]
-    Handler = Callable[[float, Callback | None], object]
-
+Callback = Callable[[], object]
+Handler = Callable[[float, Callback | None], object]
 
 PREPARERS: dict[Fault, Callable[[], Action]] = {
     Fault.GPU_ERROR: resources.gpu_assert,
     Fault.GPU_SLEEP: resources.gpu_spin,
     Fault.WORKLOAD_EXC: lambda: Action(lambda _: interpreter.workload_raise_event.set()),
     Fault.ASYNC_EXC: interpreter.async_exception,
-    Fault.SIGNAL_EXC: interpreter.signal_exception,
+    Fault.SIGNAL_EXC: interpreter.SignalException,
     Fault.OS_ABORT: lambda: Action(lambda _: os.abort()),
     Fault.LOCK_GIL: interpreter.hold_gil,
     Fault.SEGFAULT: lambda: Action(_read_address_0),
     Fault.HANG: interpreter.hang,
     Fault.SLOWDOWN: interpreter.slow_down,
-    Fault.CPU_SPIN: resources.spin,
+    Fault.CPU_SPIN: lambda: Action(resources.spin),
     Fault.NET_DROP: resources.drop_network,
-    Fault.OOM_CPU: resources.exhaust_memory,
+    Fault.OOM_CPU: lambda: Action(resources.exhaust_memory),
     Fault.OOM_GPU: resources.exhaust_gpu_memory,
     Fault.DISK_FULL: resources.disk_full,
     Fault.CLOCK_SKEW: resources.skew_clock,
@@ -47,6 +44,12 @@ SIGNALS = {
 
 _handlers: dict[Fault, Handler] = {}
 _registering = threading.Lock()
+
+logger = logging.getLogger("nvidia_resiliency_ext.shared_utils.inject_fault")
+_SWITCH = "NVRX_FAULT_INJECTION"
+_OFF = frozenset({"0", "false", "no", "off"})
+_HANDLER_WAIT_S = 0.05
+_JOIN_WAIT_S = 1.0
 
 
 def register_fault(
@@ -81,14 +84,6 @@ def register_fault(
             fault = add_fault(fault_name_or_enum)
         _handlers[fault] = handler
     return fault
-
-
-logger = logging.getLogger("nvidia_resiliency_ext.shared_utils.inject_fault")
-
-_SWITCH = "NVRX_FAULT_INJECTION"
-_OFF = frozenset({"0", "false", "no", "off"})
-_HANDLER_WAIT_S = 0.05
-_JOIN_WAIT_S = 1.0
 
 
 @final
@@ -185,14 +180,10 @@ class DispatchedFault:
 def dispatch_fault_injection(
     fault: Fault, delay: float, callback: Callable[[], object] | None = None
 ) -> DispatchedFault:
-    """Make a fault happen to this process after a while; return at once, with what cancels it.
+    """Make `fault` happen to this process in `delay` s; return at once, with what cancels it.
 
-    The delay counts from this call. `NVRX_FAULT_INJECTION=0` turns it into a warning.
-
-    Args:
-        fault: What is to happen.
-        delay: Seconds until then.
-        callback: Called right before it, in a background thread.
+    The delay counts from this call; `callback` is called right before the fault, in a background
+    thread. `NVRX_FAULT_INJECTION=0` turns it into a warning.
 
     Raises:
         RuntimeError: The fault is unknown, or this process or machine cannot be given it; the

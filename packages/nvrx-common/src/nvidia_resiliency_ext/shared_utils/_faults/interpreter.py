@@ -8,21 +8,26 @@ import os
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from types import FrameType
 
 from nvidia_resiliency_ext.shared_utils.unused_signal import unused_realtime_signal
 
 from .kinds import Action, InjectedException, on_main_thread_only, refusal
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType
-
-
 workload_raise_event = threading.Event()
 _taking = threading.Lock()
 
 _FOR_EVER_S = 2**31 - 1
+_SLICE_S = 0.05
+_HELPER = os.path.join(os.path.dirname(__file__), "signal_helper.py")
+# A live interpreter answers within its switch interval of 5 ms.
+_GRACE_S = 0.025
+_GRACE_WITH_CALLBACK_S = 1.0
+_WITHDRAW_WAIT_S = 5.0
+
+_waiting: collections.deque[Callable[[], object]] = collections.deque()
+_signal: signal.Signals | int | None = None
 
 
 def maybe_raise_workload_exception() -> None:
@@ -80,12 +85,6 @@ def async_exception() -> Action:
     return Action(lambda _: async_raise(tid, InjectedException))
 
 
-def signal_exception() -> Action:
-    """Prepare SIGUSR1 with a handler that raises in the main thread."""
-    on_main_thread_only("SIGNAL_EXC")
-    return _SignalException()
-
-
 def hold_gil() -> Action:
     """Prepare a call of C code that keeps the GIL for 68 years."""
     import ctypes
@@ -103,10 +102,11 @@ def hold_gil() -> Action:
     return Action(hold)
 
 
-class _SignalException(Action):
-    """Owns the handler of SIGUSR1 until it has run once."""
+class SignalException(Action):
+    """Owns the handler of SIGUSR1, which raises in the main thread, until it has run once."""
 
     def __init__(self) -> None:
+        on_main_thread_only("SIGNAL_EXC")
         main_thread = threading.main_thread().ident or 0
         super().__init__(lambda _: signal.pthread_kill(main_thread, signal.SIGUSR1), self._disarm)
         self._armed = True
@@ -129,12 +129,6 @@ class _SignalException(Action):
         # None: a handler that C code had installed, which Python cannot put back.
         if signal.getsignal(signal.SIGUSR1) == self._handle:
             signal.signal(signal.SIGUSR1, self._previous or signal.SIG_DFL)
-
-
-_SLICE_S = 0.05
-
-_waiting: collections.deque[Callable[[], object]] = collections.deque()
-_signal: signal.Signals | int | None = None
 
 
 def hang() -> Action:
@@ -183,13 +177,6 @@ def _handle(signum: int, frame: FrameType | None) -> None:
     del signum, frame
     while _waiting:
         _waiting.popleft()()
-
-
-_HELPER = os.path.join(os.path.dirname(__file__), "signal_helper.py")
-# A live interpreter answers within its switch interval of 5 ms.
-_GRACE_S = 0.025
-_GRACE_WITH_CALLBACK_S = 1.0
-_WITHDRAW_WAIT_S = 5.0
 
 
 class SignalFromOutside(Action):

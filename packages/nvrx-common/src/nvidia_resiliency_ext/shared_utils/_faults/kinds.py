@@ -5,13 +5,8 @@ from __future__ import annotations
 
 import enum
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-
-_adding = threading.Lock()
 _ATTRIBUTES = frozenset({"name", "value"})
 
 
@@ -45,22 +40,21 @@ class Fault(enum.Enum):
 
 
 def add_fault(name: str) -> Fault:
-    """Return the fault of that name, made with the next free number if there is none."""
-    with _adding:
-        if name in Fault.__members__:
-            return Fault[name]
-        taken = name in _ATTRIBUTES or hasattr(Fault, name)
-        if taken or not name.isidentifier() or name.startswith("_"):
-            raise ValueError(f"{name!r} cannot be the name of a fault")
-        member: Fault = object.__new__(Fault)
-        member._name_ = name
-        member._value_ = max(each.value for each in Fault) + 1
-        # What `enum` itself does with a member of the class body, on Python 3.10 to 3.13.
-        setattr(Fault, name, member)
-        Fault._member_names_.append(name)
-        Fault._member_map_[name] = member
-        Fault._value2member_map_[member.value] = member
-        return member
+    """Return the fault of that name, else make it with the next number; the caller has a lock."""
+    if name in Fault.__members__:
+        return Fault[name]
+    taken = name in _ATTRIBUTES or hasattr(Fault, name)
+    if taken or not name.isidentifier() or name.startswith("_"):
+        raise ValueError(f"{name!r} cannot be the name of a fault")
+    member: Fault = object.__new__(Fault)
+    member._name_ = name
+    member._value_ = max(each.value for each in Fault) + 1
+    # What `enum` itself does with a member of the class body, on Python 3.10 to 3.13.
+    setattr(Fault, name, member)
+    Fault._member_names_.append(name)
+    Fault._member_map_[name] = member
+    Fault._value2member_map_[member.value] = member
+    return member
 
 
 def draw_plan(
@@ -82,9 +76,8 @@ def draw_plan(
         seconds = float(delay)
     else:
         seconds = draw.uniform(*_pair("delay", delay))
-    low, high = _pair(
-        "num_faults", (num_faults, num_faults) if isinstance(num_faults, int) else num_faults
-    )
+    counts = (num_faults, num_faults) if isinstance(num_faults, int) else num_faults
+    low, high = _pair("num_faults", counts)
     candidates = range(max(keep_alive, 0), world_size)
     number = min(draw.randint(int(low), int(high)), len(candidates))
     ranks = sorted(draw.sample(candidates, number))

@@ -4,47 +4,44 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import stat
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from .kinds import Action, refusal
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 _MIB = 1 << 20
 _LARGEST_BLOCK = 64 * _MIB
 _SMALLEST_BLOCK = 4096
 _LARGEST_DISK = 16 << 30
 _DISK_VARIABLE = "NVRX_FAULT_DISK_DIR"
+_FOR_EVER_CYCLES = 1 << 62
+_FAR_OUTSIDE = 1 << 40
+_GPU_LARGEST_BLOCK = 1 << 30
+_GPU_SMALLEST_BLOCK = 1 << 20
+SKEW_S = 3600.0
+_CAP_SYS_TIME = 25
+_WHOLE_MACHINE = ["0", "0", "4294967295"]
 
 
-def spin() -> Action:
-    """Prepare a thread that burns a core and contends for the GIL."""
-
-    def act(stop: threading.Event) -> None:
-        while not stop.is_set():
-            pass
-
-    return Action(act)
+def spin(stop: threading.Event) -> None:
+    """Burn a core and contend for the GIL."""
+    while not stop.is_set():
+        pass
 
 
-def exhaust_memory() -> Action:
-    """Prepare to take memory until there is none; the kernel is told to kill this process first."""
-
-    def act(stop: threading.Event) -> None:
-        before = _set_oom_score(b"1000")
-        # Bytes other than 0, so that each page is really there.
-        sizes = _LARGEST_BLOCK, _SMALLEST_BLOCK
-        _hold_all(stop, lambda size: b"\1" * size, sizes, MemoryError)
-        if before is not None:
-            _set_oom_score(before)
-
-    return Action(act)
+def exhaust_memory(stop: threading.Event) -> None:
+    """Take memory until there is none; the kernel is told to kill this process first."""
+    before = _set_oom_score(b"1000")
+    # Bytes other than 0, so that each page is really there.
+    sizes = _LARGEST_BLOCK, _SMALLEST_BLOCK
+    _hold_all(stop, lambda size: b"\1" * size, sizes, MemoryError)
+    if before is not None:
+        _set_oom_score(before)
 
 
 def _hold_all(
@@ -73,8 +70,7 @@ def drop_network() -> Action:
 
     from nvidia_resiliency_ext.shared_utils.store_sockets import socket_copy
 
-    def act(stop: threading.Event) -> None:
-        del stop
+    def act(_: threading.Event) -> None:
         for name in os.listdir("/proc/self/fd"):
             try:
                 if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
@@ -120,32 +116,18 @@ def disk_full() -> Action:
 
 def _set_oom_score(score: bytes) -> bytes | None:
     # Raising it is always allowed; lowering it again, to what it was, nearly always.
-    try:
-        descriptor = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        before = os.read(descriptor, 16)
-        os.write(descriptor, score)
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
-    return before
-
-
-_FOR_EVER_CYCLES = 1 << 62
-_FAR_OUTSIDE = 1 << 40
-_GPU_LARGEST_BLOCK = 1 << 30
-_GPU_SMALLEST_BLOCK = 1 << 20
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "r+b", 0) as file:
+        before = file.read(16)
+        file.write(score)
+        return before
+    return None
 
 
 def gpu_assert() -> Action:
     """Prepare an index far outside of its tensor, which the device asserts against."""
     torch, device = _current_device("GPU_ERROR")
 
-    def act(stop: threading.Event) -> None:
-        del stop
+    def act(_: threading.Event) -> None:
         with torch.cuda.device(device):
             values = torch.zeros(1, device=device)
             values[torch.full((1,), _FAR_OUTSIDE, dtype=torch.int64, device=device)]
@@ -158,8 +140,7 @@ def gpu_spin(device: Any = None) -> Action:
     torch = _require_cuda("GPU_SLEEP")
     device = torch.cuda.current_device() if device is None else device
 
-    def act(stop: threading.Event) -> None:
-        del stop
+    def act(_: threading.Event) -> None:
         with torch.cuda.device(device):
             # The same thread's default stream blocks the other streams of the device.
             torch.cuda._sleep(_FOR_EVER_CYCLES)  # noqa: SLF001 - torch has no other one
@@ -171,14 +152,11 @@ def exhaust_gpu_memory() -> Action:
     """Prepare to take the memory of the current device until there is none."""
     torch, device = _current_device("OOM_GPU")
 
-    def act(stop: threading.Event) -> None:
-        def take(size: int) -> Any:
-            return torch.empty(size, dtype=torch.uint8, device=device)
+    def take(size: int) -> Any:
+        return torch.empty(size, dtype=torch.uint8, device=device)
 
-        sizes = _GPU_LARGEST_BLOCK, _GPU_SMALLEST_BLOCK
-        _hold_all(stop, take, sizes, torch.cuda.OutOfMemoryError)
-
-    return Action(act)
+    sizes = _GPU_LARGEST_BLOCK, _GPU_SMALLEST_BLOCK
+    return Action(lambda stop: _hold_all(stop, take, sizes, torch.cuda.OutOfMemoryError))
 
 
 def _require_cuda(fault: str) -> Any:
@@ -196,39 +174,28 @@ def _current_device(fault: str) -> tuple[Any, int]:
     return torch, torch.cuda.current_device()
 
 
-SKEW_S = 3600.0
-_CAP_SYS_TIME = 25
-_WHOLE_MACHINE = ["0", "0", "4294967295"]
-
-
 def skew_clock() -> Action:
     """Prepare to set the clock an hour ahead until the fault is cancelled or the program ends."""
     if not _may_set_clock():
         raise refusal("CLOCK_SKEW", "this process may not set the clock (CAP_SYS_TIME)")
-    return Skew(time.time, lambda wall_s: time.clock_settime(time.CLOCK_REALTIME, wall_s))
+    is_ahead = False
 
-
-class Skew(Action):
-    """Owns one jump ahead and the jump back."""
-
-    def __init__(self, read: Callable[[], float], write: Callable[[float], object]) -> None:
-        super().__init__(self._jump)
-        self._read = read
-        self._write = write
-        self._ahead = False
-
-    def _jump(self, stop: threading.Event) -> None:
-        self._write(self._read() + SKEW_S)
-        self._ahead = True
-        atexit.register(self._go_back)
-        stop.wait()
-        self._go_back()
-
-    def _go_back(self) -> None:
-        atexit.unregister(self._go_back)
-        ahead, self._ahead = self._ahead, False
+    def go_back() -> None:
+        nonlocal is_ahead
+        atexit.unregister(go_back)
+        ahead, is_ahead = is_ahead, False
         if ahead:
-            self._write(self._read() - SKEW_S)
+            time.clock_settime(time.CLOCK_REALTIME, time.time() - SKEW_S)
+
+    def act(stop: threading.Event) -> None:
+        nonlocal is_ahead
+        time.clock_settime(time.CLOCK_REALTIME, time.time() + SKEW_S)
+        is_ahead = True
+        atexit.register(go_back)
+        stop.wait()
+        go_back()
+
+    return Action(act)
 
 
 def _may_set_clock() -> bool:

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.credentials import PemFile, TokenFile, is_loopback
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 
 SERVICE = "nvidia_resiliency_ext.fault_tolerance.LogAggregationService"
 MAX_MESSAGE_BYTES = 10 << 20

@@ -7,18 +7,23 @@ import logging
 import math
 import os
 import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from nvidia_resiliency_ext.shared_utils.abandonable import AbandonableCall
 from nvidia_resiliency_ext.shared_utils.console import plain
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
-
-
 Status = Literal["healthy", "unhealthy", "skipped"]
+
+logger = logging.getLogger("nvrx")
+
+_LONGEST_REASON = 2000
+_DEFAULT_NVML_TIMEOUT_S = 10.0
+_MAX_TIMEOUT_S = 86400.0
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_logged: dict[str, object] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +66,6 @@ class HealthResult:
     def __bool__(self) -> bool:
         """Return False only when unhealthy."""
         return self.status != "unhealthy"
-
-
-logger = logging.getLogger("nvrx")
-
-_LONGEST_REASON = 2000
-
-_logged: dict[str, object] = {}
 
 
 def log_once(key: str, level: int, message: str) -> None:
@@ -158,16 +156,9 @@ class PeriodicCheck(Check):
                 await self.on_failure()
 
 
-_DEFAULT_NVML_TIMEOUT_S = 10.0
-_MAX_TIMEOUT_S = 86400.0
-_TRUE = frozenset({"1", "true", "yes", "on"})
-
-
 def nvml_timeout_s() -> float:
-    value = _number("NVRX_NVML_TIMEOUT_S", f"using {_DEFAULT_NVML_TIMEOUT_S:g}")
-    if value is None or value <= 0:
-        return _DEFAULT_NVML_TIMEOUT_S
-    return min(value, _MAX_TIMEOUT_S)
+    value = _number("NVRX_NVML_TIMEOUT_S", f"using {_DEFAULT_NVML_TIMEOUT_S:g}") or 0.0
+    return min(value, _MAX_TIMEOUT_S) if value > 0 else _DEFAULT_NVML_TIMEOUT_S
 
 
 def nvml_in_helper() -> bool:

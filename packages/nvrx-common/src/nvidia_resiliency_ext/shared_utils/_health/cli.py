@@ -5,17 +5,12 @@ from __future__ import annotations
 
 import argparse
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import asdict
 
 from nvidia_resiliency_ext.shared_utils.console import plain, write_out
 
-from .check import run_checks
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from .check import Check, HealthResult
-
+from .check import Check, HealthResult, run_checks
 
 _NAMES = ("gpu", "nvlink", "nic", "storage", "daemon")
 _DEFAULT_DEADLINE_S = 60.0
@@ -77,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _line(result: HealthResult, *, as_json: bool) -> str:
     if as_json:
         import json
-        from dataclasses import asdict
 
         return json.dumps(asdict(result))
     text = result.reason or result.component

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
@@ -23,13 +24,12 @@ from .nvml import (
 from .pci import normal_bus_id
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from .nvml_helper import HelperAnswering
-
 
 lock = threading.RLock()
 """Held for one driver call at a time by the session; others may hold it around calls of theirs."""
+
+_MIN_MIG_UUID_LENGTH = len("MIG-") + 36
 
 
 class NvmlSession:
@@ -57,7 +57,11 @@ class NvmlSession:
             raise DriverHungError(query, timeout_s)
         try:
             if not self.was_asked:
-                self._begin()
+                if self.binding is None and (self.is_forked or check.nvml_in_helper()):
+                    from .nvml_helper import HelperAnswering
+
+                    self._helper = HelperAnswering()
+                self.was_asked = True
             # The whole time, however long others took before: it is the driver's, not the queue's.
             if self._helper is not None:
                 return self._helper.ask(query, arguments, timeout_s)
@@ -74,13 +78,6 @@ class NvmlSession:
         if self._helper is not None:
             self._helper.close()
 
-    def _begin(self) -> None:
-        if self.binding is None and (self.is_forked or check.nvml_in_helper()):
-            from .nvml_helper import HelperAnswering
-
-            self._helper = HelperAnswering()
-        self.was_asked = True
-
     def _answer(self, query: str, arguments: tuple[Any, ...]) -> Any:
         if self._queries is None:
             self._queries = NvmlQueries(load_binding() if self.binding is None else self.binding)
@@ -90,8 +87,9 @@ class NvmlSession:
 _session = NvmlSession()
 
 
-def session() -> NvmlSession:
-    return _session
+def ask(query: str, *arguments: Any) -> Any:
+    """Ask the present session; see `NvmlSession.ask`."""
+    return _session.ask(query, *arguments)
 
 
 def set_nvml(binding: Any) -> None:
@@ -172,14 +170,10 @@ def _entries(visible: str) -> list[int | str]:
     return found
 
 
-_MIN_MIG_UUID_LENGTH = len("MIG-") + 36
-
-
 def selected_devices(device_index: int | None) -> list[int | str]:
     """Return the devices to look at: the one of a local rank, or all of this node."""
     if device_index is None:
-        count = session().ask("device_count")
-        return list(range(count))
+        return list(range(ask("device_count")))
     device = resolve_device(device_index)
     return [] if device is None else [device]
 
@@ -189,7 +183,6 @@ def resolve_device(rank: int) -> int | str | None:
     device = device_of_rank(rank, os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not isinstance(device, str):
         return device
-    ask = session().ask
     uuids = [ask("uuid", index) for index in range(ask("device_count"))]
     if device.upper().startswith("MIG-"):
         # The older form, MIG-GPU-<uuid>/<instance>/<instance>, is what the driver gives as well.
@@ -218,7 +211,7 @@ class PynvmlMixin:
         try:
             device = resolve_device(local_rank)
             if isinstance(device, int):
-                count: int = session().ask("device_count")
+                count: int = ask("device_count")
                 return 0 <= device < count
         except NvmlCallError as error:
             return False if error.code == NvmlCallError.NOT_FOUND else None
@@ -228,12 +221,9 @@ class PynvmlMixin:
 
     def get_gpu_pci_mapping(self) -> dict[int, str]:
         """Return the PCI address of each GPU, as `dddd:bb:dd.f`; empty when it cannot be told."""
-        mapping = {}
-        for index in range(_or_none("device_count") or 0):
-            bus_id = normal_bus_id(_or_none("bus_id", index) or "")
-            if bus_id is not None:
-                mapping[index] = bus_id
-        return mapping
+        indexes = range(_or_none("device_count") or 0)
+        found = {index: normal_bus_id(_or_none("bus_id", index) or "") for index in indexes}
+        return {index: bus_id for index, bus_id in found.items() if bus_id is not None}
 
     def get_visible_pci_addresses(self, visible: str | None) -> list[str | None]:
         """Return the PCI address of each device in `visible`, by ordinal.
@@ -295,7 +285,6 @@ class DeviceCheck(PeriodicCheck, PynvmlMixin):
 
 
 def _or_none(query: str, *arguments: Any) -> Any:
-    ask: Callable[..., Any] = session().ask
     try:
         return ask(query, *arguments)
     except NvmlError:

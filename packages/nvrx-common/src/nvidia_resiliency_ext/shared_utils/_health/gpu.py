@@ -9,17 +9,14 @@ from __future__ import annotations
 import os
 import re
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from . import check
 from .check import Finding
-from .devices import DeviceCheck, device_label, selected_devices, session
+from .devices import DeviceCheck, ask, device_label, selected_devices
 from .nvml import UNSUPPORTED, NvmlCallError, NvmlError, NvmlUnavailableError
 from .pci import normal_bus_id
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-
 
 KMSG = "/dev/kmsg"
 
@@ -29,10 +26,25 @@ _LIMIT_BYTES = 16 << 20
 _LIMIT_XIDS = 50
 _TEXT_LENGTH = 200
 
+MIN_DRIVER_MAJOR = 570  # the first driver that tells which recovery action a GPU needs
 
-def seconds_since_boot(wall_s: float) -> float:
-    """Return a moment of the wall clock as the kernel's log counts; never below zero."""
-    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - (time.time() - wall_s))
+_ACTIONS = {
+    1: "reset the GPU",
+    2: "reboot the node",
+    3: "drain peer-to-peer traffic",
+    4: "drain and reset the GPU",
+    5: "recover the IMEX domain",
+    6: "reset the bus",
+    7: "reboot the system",
+}
+_RECOVERY_FIELD = "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION"
+_NUMBER_FIELDS = {
+    "ecc_uncorrected": "NVML_FI_DEV_ECC_DBE_VOL_TOTAL",
+    "ecc_corrected": "NVML_FI_DEV_ECC_SBE_VOL_TOTAL",
+    "remapped_rows_uncorrected": "NVML_FI_DEV_REMAPPED_UNC",
+    "remap_pending": "NVML_FI_DEV_REMAPPED_PENDING",
+    "remap_failure": "NVML_FI_DEV_REMAPPED_FAILURE",
+}
 
 
 def parse_kmsg(lines: Iterable[str], since_s: float) -> Iterator[dict[str, Any]]:
@@ -80,19 +92,6 @@ def _lines(path: str) -> Iterator[str]:
         yield rest.decode("utf-8", "replace")
 
 
-MIN_DRIVER_MAJOR = 570  # the first driver that tells which recovery action a GPU needs
-
-_ACTIONS = {
-    1: "reset the GPU",
-    2: "reboot the node",
-    3: "drain peer-to-peer traffic",
-    4: "drain and reset the GPU",
-    5: "recover the IMEX domain",
-    6: "reset the bus",
-    7: "reboot the system",
-}
-
-
 def driver_major(version: str) -> int | None:
     """Return the first number of a driver's version, `None` if it has none."""
     first = version.partition(".")[0].strip()
@@ -104,22 +103,11 @@ def _problem_of(gpu: Mapping[str, Any]) -> str | None:
         return f"{gpu['gpu']}: {gpu['error']}"
     number = gpu.get("recovery_action")
     if number:
-        return (
-            f"{gpu['gpu']}: the driver asks to {_ACTIONS.get(number, f'unknown action {number}')}"
-        )
+        action = _ACTIONS.get(number, f"unknown action {number}")
+        return f"{gpu['gpu']}: the driver asks to {action}"
     if gpu.get("remap_failure"):
         return f"{gpu['gpu']}: remapping a row of memory has failed"
     return None
-
-
-_RECOVERY_FIELD = "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION"
-_NUMBER_FIELDS = {
-    "ecc_uncorrected": "NVML_FI_DEV_ECC_DBE_VOL_TOTAL",
-    "ecc_corrected": "NVML_FI_DEV_ECC_SBE_VOL_TOTAL",
-    "remapped_rows_uncorrected": "NVML_FI_DEV_REMAPPED_UNC",
-    "remap_pending": "NVML_FI_DEV_REMAPPED_PENDING",
-    "remap_failure": "NVML_FI_DEV_REMAPPED_FAILURE",
-}
 
 
 class GPUHealthCheck(DeviceCheck):
@@ -148,8 +136,10 @@ class GPUHealthCheck(DeviceCheck):
             check.count_of("NVRX_EXPECTED_GPUS") if expected_gpus is None else expected_gpus
         )
         self._kmsg = kmsg
-        job_start_s = check.job_start_s()
-        self._since_s = seconds_since_boot(time.time() if job_start_s is None else job_start_s)
+        now_s, job_start_s = time.time(), check.job_start_s()
+        age_s = 0.0 if job_start_s is None else now_s - job_start_s
+        # As the kernel's log counts: since the boot.
+        self._since_s = max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - age_s)
         self._enabled: bool | None = None
         # A GPU that was there must not count as one that this node never had.
         self._most_seen = 0
@@ -184,17 +174,17 @@ class GPUHealthCheck(DeviceCheck):
         return self._with_xids(finding)
 
     def _why_disabled(self) -> str | None:
-        version = session().ask("driver_version")
+        version = ask("driver_version")
         major = driver_major(version)
         if major is not None and major < MIN_DRIVER_MAJOR:
             return f"driver {version} is older than {MIN_DRIVER_MAJOR}"
-        if session().ask("field_number", _RECOVERY_FIELD) is None:
+        if ask("field_number", _RECOVERY_FIELD) is None:
             return "this binding does not know the recovery action: upgrade nvidia-ml-py"
         return None
 
     def _examine_all(self, expected: int, *, is_old: bool) -> Finding:
         wanted = {} if is_old else {"recovery_action": _RECOVERY_FIELD, **_NUMBER_FIELDS}
-        numbers = {name: session().ask("field_number", field) for name, field in wanted.items()}
+        numbers = {name: ask("field_number", field) for name, field in wanted.items()}
         known = {name: number for name, number in numbers.items() if number is not None}
         gpus = [_read(device, known) for device in selected_devices(self.device_index)]
         if self.device_index is None:
@@ -232,7 +222,6 @@ class GPUHealthCheck(DeviceCheck):
 def _read(device: int | str, known: dict[str, int]) -> dict[str, Any]:
     """Return the evidence on one GPU; what could not be told is left out."""
     found: dict[str, Any] = {"gpu": device_label(device)}
-    ask = session().ask
     try:
         bus_id = normal_bus_id(ask("bus_id", device))
         values = ask("fields", device, [[number, 0] for number in known.values()]) if known else []

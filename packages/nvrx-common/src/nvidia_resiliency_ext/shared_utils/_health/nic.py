@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
 from nvidia_resiliency_ext.shared_utils.console import plain
@@ -17,8 +18,19 @@ from .devices import PynvmlMixin, resolve_device
 from .nvml import NvmlError
 from .pci import PciMixin, TopologyError, natural_key, read_topology
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+WINDOW_S = 60.0  # how long growth is watched before it is compared with a limit per minute anew
+_READ_TIMEOUT_S = 10.0
+_EVIDENCE = (
+    "symbol_error",
+    "link_error_recovery",
+    "port_rcv_errors",
+    "local_link_integrity_errors",
+    "excessive_buffer_overrun_errors",
+)
+_GONE = "gone"
+_LONGEST_STATE = 40
+
+logger = logging.getLogger("nvrx")
 
 
 def match_nics(
@@ -57,9 +69,6 @@ def _distance(above_gpu: Sequence[str], above_nic: Sequence[str]) -> int | None:
     return None
 
 
-WINDOW_S = 60.0  # how long growth is watched before it is compared with a limit per minute anew
-
-
 def is_active(state: str) -> bool:
     """Return whether a port's state, such as `4: ACTIVE` or `ACTIVE`, is the one that works."""
     return state.rpartition(":")[2].strip().upper() == "ACTIVE"
@@ -94,18 +103,6 @@ def too_fast(
         if limit is not None and rate > limit:
             found[key] = round(rate, 1)
     return found
-
-
-logger = logging.getLogger("nvrx")
-
-_READ_TIMEOUT_S = 10.0
-_EVIDENCE = (
-    "symbol_error",
-    "link_error_recovery",
-    "port_rcv_errors",
-    "local_link_integrity_errors",
-    "excessive_buffer_overrun_errors",
-)
 
 
 class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
@@ -232,11 +229,9 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
 
     def _read_files(self) -> tuple[dict[str, int], dict[str, int]]:
         nic = self.nic_name or ""
-        downed = {}
-        for port, path in pci.expand(self.link_down_path_template, nic).items():
-            count = pci.read_count(path)
-            if count is not None:
-                downed[port] = count
+        paths = pci.expand(self.link_down_path_template, nic)
+        counts = {port: pci.read_count(path) for port, path in paths.items()}
+        downed = {port: count for port, count in counts.items() if count is not None}
         wanted = list(dict.fromkeys([*_EVIDENCE, *self._limits]))
         return downed, pci.read_counters(self._sysfs_root, nic, wanted)
 
@@ -269,10 +264,6 @@ class NicHealthCheck(PeriodicCheck, PynvmlMixin, PciMixin):
         except TopologyError as error:
             logger.error("adapters cannot be matched to GPUs: %s", error)  # noqa: TRY400
             return {}
-
-
-_GONE = "gone"
-_LONGEST_STATE = 40
 
 
 class NicLinkStateHealthCheck(Check):

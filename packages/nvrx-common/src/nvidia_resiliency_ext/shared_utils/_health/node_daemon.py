@@ -6,16 +6,15 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal
 
 from .check import Finding, PeriodicCheck, log_once
 from .storage import parse_object
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-
 _TEXT_LENGTH = 500
+_DEFAULT_ARGS = ("--no-slurm", "--group", "prolog", "epilog", "logs", "gpu")
+_ANSWER_LIMIT_BYTES = 1 << 20
 
 
 def socket_of(socket_path: str | None, endpoint: str | None) -> str | None:
@@ -51,10 +50,6 @@ def evaluate_answer(answer: Any) -> Finding:
         return Finding("unhealthy", problem, evidence)
     reason = "the daemon's answer has no usable details" if details is None else ""
     return Finding("healthy", reason, evidence)
-
-
-_DEFAULT_ARGS = ("--no-slurm", "--group", "prolog", "epilog", "logs", "gpu")
-_ANSWER_LIMIT_BYTES = 1 << 20
 
 
 class NodeHealthCheck(PeriodicCheck):
@@ -100,10 +95,8 @@ class NodeHealthCheck(PeriodicCheck):
     def _examine(self) -> Finding:
         path = socket_of(self.socket_path, self.endpoint)
         if path is None:
-            given = (
-                f"{self.endpoint!r} is no Unix socket" if self.endpoint else "no daemon is given"
-            )
-            return Finding("skipped", given)
+            words = f"{self.endpoint!r} is no Unix socket"
+            return Finding("skipped", words if self.endpoint else "no daemon is given")
         problem = _why_not(path)
         finding = self._unreachable(problem) if problem is not None else self._ask(path)
         if finding.status == "healthy" and finding.reason:

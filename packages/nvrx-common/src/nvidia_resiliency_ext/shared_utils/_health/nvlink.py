@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from .check import Finding
-from .devices import DeviceCheck, device_label, session
+from .devices import DeviceCheck, ask, device_label
 from .nvml import UNSUPPORTED, NvmlCallError
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
 
 # Field ids, with the port as scope: recovery events, PLR retry blocks, receive errors.
 _SCOPED_FIELDS = {"recovery_events": 215, "plr_retry_blocks": 295, "receive_errors": 208}
@@ -22,6 +19,8 @@ _LANE_PORTS = 6
 _DL_COUNTERS = {"dl_replay": 0, "dl_recovery": 1}
 
 Counters = dict[str, int]
+_MAX_LINKS = 36
+_COUNT_FIELD = 91  # NVML_FI_DEV_NVLINK_LINK_COUNT
 
 
 def _scoped(device: int | str, port: int) -> Counters | None:
@@ -37,7 +36,7 @@ def _per_lane(device: int | str, port: int) -> Counters | None:
 def _fields(device: int | str, wanted: dict[str, list[int]]) -> Counters | None:
     """Return what could be read: nothing when unsupported, `None` when it failed for now."""
     try:
-        values = session().ask("fields", device, list(wanted.values()))
+        values = ask("fields", device, list(wanted.values()))
     except NvmlCallError as error:
         if error.is_unsupported:
             return {}
@@ -53,7 +52,7 @@ def _data_link(device: int | str, port: int) -> Counters | None:
     has_failed = False
     for name, counter in _DL_COUNTERS.items():
         try:
-            found[name] = session().ask("link_error_counter", device, port, counter)
+            found[name] = ask("link_error_counter", device, port, counter)
         except NvmlCallError as error:
             has_failed = has_failed or error.code not in UNSUPPORTED
     return None if has_failed and not found else found
@@ -94,14 +93,10 @@ class Port:
         return {}
 
 
-_MAX_LINKS = 36
-_COUNT_FIELD = 91  # NVML_FI_DEV_NVLINK_LINK_COUNT
-
-
 def link_count(device: int | str) -> int:
     """Return how many links a GPU has, or how many any may have where it does not tell."""
     try:
-        code, value = session().ask("fields", device, [[_COUNT_FIELD, 0]])[0]
+        code, value = ask("fields", device, [[_COUNT_FIELD, 0]])[0]
     except NvmlCallError as error:
         if not error.is_unsupported:
             raise
@@ -119,8 +114,7 @@ class NVLHealthCheck(DeviceCheck):
         evidence: dict[str, dict[str, str]] = {}
         for device in devices:
             label = device_label(device)
-            states: dict[str, str] = {}
-            evidence[label] = states
+            states = evidence.setdefault(label, {})
             try:
                 for link in range(link_count(device)):
                     state = _state(device, link)
@@ -141,7 +135,7 @@ class NVLHealthCheck(DeviceCheck):
 
 def _state(device: int | str, link: int) -> str | None:
     try:
-        return "up" if session().ask("link_state", device, link) else "disabled"
+        return "up" if ask("link_state", device, link) else "disabled"
     except NvmlCallError as error:
         # A link beyond the last one is an invalid argument, once the device itself was found.
         if error.code in UNSUPPORTED:

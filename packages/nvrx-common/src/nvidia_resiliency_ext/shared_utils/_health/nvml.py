@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.abandonable import StuckError
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import ModuleType
 
 
 class NvmlError(NvrxError):
@@ -56,7 +55,6 @@ class DriverHungError(NvmlError, StuckError):
         return f"hung driver: NVML {StuckError.__str__(self)}"
 
 
-Answer = Any
 FieldValue = tuple[int, int]  # nvmlReturn_t, value
 
 UNSUPPORTED = frozenset(
@@ -79,11 +77,9 @@ _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
 
 def load_binding() -> ModuleType:
-    from ctypes import CDLL
-
     try:
         # Looked for first: without a driver, importing the binding is most of what a check costs.
-        CDLL(_LIBRARY)
+        ctypes.CDLL(_LIBRARY)
     except OSError as error:
         raise NvmlUnavailableError(f"no NVIDIA driver: {error}") from error
     try:
@@ -102,7 +98,7 @@ class NvmlQueries:
         self._nvml = binding
         self._was_open = False
 
-    def answer(self, query: str, arguments: Sequence[Any]) -> Answer:
+    def answer(self, query: str, arguments: Sequence[Any]) -> Any:
         """Answer one question, by the name of a method below; open the session when needed."""
         ask = getattr(self, query)
         try:

@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-
 _BUS_ID = re.compile(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])")
+_LIMIT_BYTES = 8 << 20
+_LIMIT_DEPTH = 100
+_LIMIT_DEVICES = 10000
+_NIC_PORTS_LIMIT_BYTES = 4096
+_LONGEST_COUNT = 20  # digits of 64 bits
+_ADAPTER = re.compile(r"\{nic\}|\{dev_name\}")
+_PORT = re.escape("{port}")
+_COUNTER_FOLDERS = ("counters", "hw_counters")
 
 
 def normal_bus_id(text: str) -> str | None:
@@ -37,11 +42,15 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
 
 def adapters(sysfs_root: str) -> list[str]:
     """Return the names of the InfiniBand, RoCE and EFA adapters."""
+    return _listed(f"{sysfs_root}/class/infiniband")
+
+
+def _listed(folder: str) -> list[str]:
+    """Return the sorted names in a folder; none where it cannot be read."""
     try:
-        names = os.listdir(f"{sysfs_root}/class/infiniband")
+        return sorted(os.listdir(folder), key=natural_key)
     except OSError:
         return []
-    return sorted(names, key=natural_key)
 
 
 class PciMixin:
@@ -66,11 +75,6 @@ class PciMixin:
             if bus_id is not None:
                 mapping[name] = bus_id
         return mapping
-
-
-_LIMIT_BYTES = 8 << 20
-_LIMIT_DEPTH = 100
-_LIMIT_DEVICES = 10000
 
 
 class TopologyError(NvrxError):
@@ -122,13 +126,6 @@ def parse_topology(data: bytes) -> dict[str, list[str]]:
     return above
 
 
-_NIC_PORTS_LIMIT_BYTES = 4096
-_LONGEST_COUNT = 20  # digits of 64 bits
-_ADAPTER = re.compile(r"\{nic\}|\{dev_name\}")
-_PORT = re.escape("{port}")
-_COUNTER_FOLDERS = ("counters", "hw_counters")
-
-
 def names(template: str, sysfs_root: str) -> list[str]:
     """Return the adapters that a template means: those that lie where it names them."""
     head, *tail = _ADAPTER.split(template, maxsplit=1)
@@ -149,10 +146,7 @@ def _found(head: str, wanted: str, tail: str) -> list[str]:
     """Return what is there between `head` and the next part of a path, by a pattern."""
     before, after = re.escape(os.path.basename(head)), re.escape(tail.partition("/")[0])
     name = re.compile(f"{before}({wanted}){after.replace(_PORT, '[0-9]+')}")
-    try:
-        matches = map(name.fullmatch, os.listdir(os.path.dirname(head) or "."))
-    except OSError:
-        return []
+    matches = map(name.fullmatch, _listed(os.path.dirname(head) or "."))
     return sorted((match[1] for match in matches if match), key=natural_key)
 
 
@@ -189,11 +183,7 @@ def carriers(sysfs_root: str, nic: str) -> dict[str, bool]:
     """Return whether the network devices of an adapter have a carrier."""
     folder = f"{sysfs_root}/class/infiniband/{nic}/device/net"
     found = {}
-    try:
-        devices = os.listdir(folder)
-    except OSError:
-        return {}
-    for device in sorted(devices, key=natural_key):
+    for device in _listed(folder):
         try:
             found[device] = read_first(f"{folder}/{device}/carrier") == "1"
         except OSError:

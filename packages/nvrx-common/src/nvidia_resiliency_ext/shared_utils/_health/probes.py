@@ -12,16 +12,10 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
-from nvidia_resiliency_ext.shared_utils.children import start_child
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from nvidia_resiliency_ext.shared_utils.children import Child
-
+from nvidia_resiliency_ext.shared_utils.children import Child, start_child
 
 _KILL_WAIT_S = 0.5
 _PIPE_BYTES = 1 << 16
@@ -53,7 +47,6 @@ class Probe:
     def __init__(self, child: Child) -> None:
         self._child = child
         self._start = time.monotonic()
-        self._is_closed = False
 
     @classmethod
     def start(cls, argv: Sequence[str], stdin: int = subprocess.DEVNULL) -> Probe:
@@ -69,10 +62,10 @@ class Probe:
 
     def has_ended(self) -> bool:
         """Say whether it has ended, and if so give back what belongs to it."""
-        if not self._is_closed and self._child.poll() is not None:
-            self._is_closed = True
-            self._child.close()
-        return self._is_closed
+        if self._child.poll() is None:
+            return False
+        self._child.close()
+        return True
 
     def result(self, timeout_s: float) -> bytes | None:
         """Wait for its end; return its output, `None` when the time is up first.

@@ -9,8 +9,9 @@ import os
 import re
 import sys
 import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.abandonable import AbandonableCall, DeadlineCaller
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
@@ -19,27 +20,25 @@ from .check import Check, Finding, PeriodicCheck
 from .pci import read_first
 from .probes import Probe, abandoned_probes
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-
-    _Answers = dict[str, dict[str, Any] | str]
-
-
+_Answers = dict[str, dict[str, Any] | str]
 MOUNTINFO = "/proc/self/mountinfo"
 
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _FIELDS_BEFORE = 6
 _FIELDS_BEHIND = 3
+_KINDS = ("lustre", "nfs", "nfs4")
+_MOUNT_TIMEOUT_S = 15.0
+_PATH_TIMEOUT_S = 5.0
+_FILE_TIMEOUT_S = 5.0
+_START_S = 5.0
+_AT_ONCE = 32
+_PROBE_FILE = os.path.abspath(os.path.join(__file__, "../../storage_probe.py"))
+_PATH_MODULE = "nvidia_resiliency_ext.shared_utils.storage_probe"
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One mounted file system.
-
-    Attributes:
-        kind: Its type, such as `nfs4`.
-        is_read_only: Whether writing is impossible, by the mount or the file system itself.
-    """
+    """One mounted file system; it, or its mount, may be read-only."""
 
     path: str
     kind: str
@@ -103,22 +102,10 @@ def evaluate_paths(answer: Mapping[str, Any]) -> str | None:
     return "; ".join(problems) or None
 
 
-_KINDS = ("lustre", "nfs", "nfs4")
-_MOUNT_TIMEOUT_S = 15.0
-_PATH_TIMEOUT_S = 5.0
-_FILE_TIMEOUT_S = 5.0
-_START_S = 5.0
-_AT_ONCE = 32
-_PROBE_FILE = os.path.join(
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "storage_probe.py"
-)
-_PATH_MODULE = "nvidia_resiliency_ext.shared_utils.storage_probe"
-
-
 class _Probes:
     """Asks children about paths, many at once; one that hangs is not asked about again."""
 
-    def __init__(self, command: Callable[[str], list[str]]) -> None:
+    def __init__(self, *command: str) -> None:
         self._command = command
         self._hanging: dict[str, Probe] = {}
 
@@ -153,7 +140,7 @@ class _Probes:
         if left_s <= 0:
             return f"was not asked: {_AT_ONCE} others do not answer"
         try:
-            probe = Probe.start(self._command(path))
+            probe = Probe.start([*self._command, path])
         except ChildStartError as error:
             return f"cannot be probed: {error}"
         output = probe.result(min(each_s, left_s))
@@ -204,7 +191,7 @@ class DistributedStorageHealthCheck(PeriodicCheck):
         self._lustre = f"{os.fspath(sysfs_root).rstrip('/')}/fs/lustre/health_check"
         self._mountinfo = os.fspath(mountinfo)
         self._caller = DeadlineCaller()
-        self._probes = _Probes(_mount_command)
+        self._probes = _Probes(sys.executable, "-I", "-S", _PROBE_FILE, "--mount", "--")
         self._writable = {mount.path for mount in self._mounts() or () if not mount.is_read_only}
 
     def _examine(self) -> Finding:
@@ -247,10 +234,8 @@ class DistributedStorageHealthCheck(PeriodicCheck):
     def _mounts(self) -> list[Mount] | None:
         """Return the mounts in our namespace, `None` if unreadable; it touches none of them."""
         try:
-            with open(
-                self._mountinfo, encoding="utf-8", errors="surrogateescape", newline="\n"
-            ) as file:
-                return parse_mounts(file.read(), self._kinds)
+            with open(self._mountinfo, "rb") as file:
+                return parse_mounts(file.read().decode("utf-8", "surrogateescape"), self._kinds)
         except OSError:
             return None
 
@@ -290,7 +275,8 @@ class StoragePathHealthCheck(Check):
         self.paths = list(paths or ())
         self.component = ", ".join(str(path) for path in self.paths if path) or "no path"
         self._timeout_s = timeout_s
-        self._probes = _Probes(_path_command(write=write))
+        options = ["--write"] if write else []
+        self._probes = _Probes(sys.executable, "-m", _PATH_MODULE, *options, "--")
 
     def _examine(self) -> Finding:
         given = [path for path in self.paths if path is not None and path != ""]
@@ -306,12 +292,3 @@ class StoragePathHealthCheck(Check):
         if problems:
             return Finding("unhealthy", "; ".join(problems), evidence)
         return Finding("healthy", evidence=evidence)
-
-
-def _mount_command(path: str) -> list[str]:
-    return [sys.executable, "-I", "-S", _PROBE_FILE, "--mount", "--", path]
-
-
-def _path_command(*, write: bool) -> Callable[[str], list[str]]:
-    options = ["--write"] if write else []
-    return lambda path: [sys.executable, "-m", _PATH_MODULE, *options, "--", path]

@@ -120,12 +120,7 @@ class TextLineFormatter(logging.Formatter):
     _second: tuple[int, str] = (-1, "")
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - the standard library's name
-        """Return the record's local time, with milliseconds unless a format is given.
-
-        Args:
-            record: The record.
-            datefmt: Format of `time.strftime`.
-        """
+        """Return the local time of `record`: by `datefmt` (of `strftime`) or with milliseconds."""
         if datefmt:
             return super().formatTime(record, datefmt)
         second = int(record.created)
@@ -166,11 +161,7 @@ class DynamicLogFormatter(TextLineFormatter):
         }
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as text.
-
-        Args:
-            record: The record.
-        """
+        """Return `record` as text."""
         record.__dict__.update(self._ranks)
         return super().format(record)
 
@@ -267,11 +258,7 @@ class NodeLocalTmpLogHandler(logging.Handler):
         self._dropped_count = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record.
-
-        Args:
-            record: The record.
-        """
+        """Write one `record`."""
         try:
             data = self._bytes_of(record)
         except Exception:  # noqa: BLE001 - a record's arguments may do anything

@@ -8,13 +8,10 @@ import json
 import os
 import stat
 import time
+from collections.abc import Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from zlib import crc32
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 STATE_NAME = ".nvrx_log_aggregator.state"
 FRESH_S = 60.0
@@ -44,6 +41,10 @@ class Batch(NamedTuple):
     length: int
     crc: int
     is_ordered: bool
+
+    @classmethod
+    def of(cls, data: bytes, *, is_ordered: bool) -> Batch:
+        return cls(len(data), crc32(data), is_ordered)
 
 
 class Position(NamedTuple):
@@ -94,15 +95,11 @@ def decode(data: bytes) -> tuple[int, Position] | None:
             return None
         batch = fields["batch"] and _naturals(fields["batch"], 3)
         inode, size = _naturals(fields["output"], 2)
-        position = Position(
-            output_inode=inode,
-            output_bytes=size,
-            files=tuple(FilePosition(*_naturals(each, _FILE_FIELDS)) for each in fields["files"]),
-            batch=None if batch is None else Batch(batch[0], batch[1], bool(batch[2])),
-            boot_id=str(fields["boot_id"]),
-            monotonic_s=fields["monotonic_s"],
-        )
-        return _naturals([fields["number"]], 1)[0], position
+        files = tuple(FilePosition(*_naturals(each, _FILE_FIELDS)) for each in fields["files"])
+        last = None if batch is None else Batch(batch[0], batch[1], bool(batch[2]))
+        boot_id, monotonic_s = str(fields["boot_id"]), fields["monotonic_s"]
+        number = _naturals([fields["number"]], 1)[0]
+        return number, Position(inode, size, files, last, boot_id, monotonic_s)
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
 

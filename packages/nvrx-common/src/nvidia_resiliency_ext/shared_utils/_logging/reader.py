@@ -7,20 +7,14 @@ import contextlib
 import os
 import re
 import stat
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from operator import itemgetter
-from typing import TYPE_CHECKING
 from zlib import crc32
 
 from .handler import LINE_HEAD, seconds_of
-from .journal import FilePosition
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from .journal import Position
-
+from .journal import FilePosition, Position
 
 CONTINUED = b"\t"
 _JSON_HEAD = r'\{"ts":"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"'
@@ -288,13 +282,9 @@ class Sources:
         if source.offset == 0 and data:
             head = data[:_HEAD_BYTES]
             source.head = (len(head), crc32(head))
-        return Read(
-            data=data,
-            end=source.offset + len(data),
-            has_more=len(data) == CHUNK_BYTES and end > source.offset + len(data),
-            is_settled=is_settled,
-            is_over=self.is_over(source),
-        )
+        read_to = source.offset + len(data)
+        has_more = len(data) == CHUNK_BYTES and end > read_to
+        return Read(data, read_to, has_more, is_settled, self.is_over(source))
 
     def reread(self, source: Source) -> bytes:
         """Read again what a batch had of a file."""

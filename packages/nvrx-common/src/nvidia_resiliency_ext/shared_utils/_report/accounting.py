@@ -4,17 +4,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from .timeline import Lane, Span
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from .cycles import JobHistory, TimedEvent, Window
-    from .timeline import Cycle, FaultNote
-
+from .cycles import JobHistory, TimedEvent, Window
+from .timeline import Cycle, FaultNote, Lane, Span
 
 # Where spans overlap, the first of these wins. The bracket between a cycle's start and its first
 # step is start-up only as far as no phase says more, so it comes late under a name of its own.
@@ -48,7 +42,6 @@ PHASES = {
     "initialize": "startup",
 }
 _GOOD_RESULTS = frozenset({"", "ok", "success", "succeeded", "pass", "done"})
-
 
 Attributed = dict[str | None, list[Span]]
 """The spans of the accounting by node; under None those that hold for the whole job."""
@@ -208,9 +201,8 @@ def _kept_until(
     history: JobHistory, complete: Sequence[Save], noticed: float, after: float
 ) -> float:
     """Return the begin of the save that the job went on from, else of the last complete one."""
-    loads = [
-        key_of(event) for event in history.between("ckpt_load", noticed, after) if succeeded(event)
-    ]
+    events = history.between("ckpt_load", noticed, after)
+    loads = [key_of(event) for event in events if succeeded(event)]
     usable = [save for save in complete if save.done <= noticed]
     if loads:
         loaded = Counter(loads).most_common(1)[0][0]
@@ -272,16 +264,11 @@ def rank_lanes(history: JobHistory, attributed: Attributed) -> tuple[Lane, ...]:
         for rank, own in by_rank.items():
             hosts[rank] = own[-1].host
             spans[rank].extend(_rank_spans(history, cycle, own, lost))
-    return tuple(
-        Lane(
-            f"rank {rank}",
-            hosts[rank],
-            rank,
-            tuple(sorted(spans[rank], key=lambda span: span.start)),
-            tuple(faults[rank]),
-        )
-        for rank in sorted(spans)
-    )
+    lanes = []
+    for rank in sorted(spans):
+        ordered = tuple(sorted(spans[rank], key=lambda span: span.start))
+        lanes.append(Lane(f"rank {rank}", hosts[rank], rank, ordered, tuple(faults[rank])))
+    return tuple(lanes)
 
 
 def _rank_spans(

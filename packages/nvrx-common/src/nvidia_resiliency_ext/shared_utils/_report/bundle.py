@@ -7,13 +7,13 @@ import io
 import os
 import platform
 import socket
-import stat
 import sys
 import tarfile
 import time
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.console import plain, write_err, write_out
+from nvidia_resiliency_ext.shared_utils.os_utils import open_regular_file
 from nvidia_resiliency_ext.shared_utils.redaction import REDACTED, is_secret_name, redact
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ _PREFIXES = (
 _NAMES = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TMPDIR", "LANG", "TZ"}
 )
+_MIB = 1024 * 1024
+_DEFAULT_MIB = 32
+_WRONG_INPUT = 2
 
 
 class Bundle:
@@ -129,9 +132,8 @@ class Bundle:
         for folder, folders, names in os.walk(root):
             inside = os.path.relpath(folder, root)
             folders[:] = sorted(folders) if inside.count(os.sep) < _DEEPEST else []
-            found += [
-                os.path.normpath(os.path.join(inside, each)) for each in filter(_is_wanted, names)
-            ]
+            wanted = filter(_is_wanted, names)
+            found += [os.path.normpath(os.path.join(inside, each)) for each in wanted]
             seen += len(names)
             if seen > _MOST_SEEN:
                 self._notes.append(f"{root}: more than {_MOST_SEEN} files: not all were looked at")
@@ -171,13 +173,8 @@ def _is_record(path: str) -> bool:
 
 def _text_of(path: str, limit: int) -> str:
     """Return a file's text; of a long one its first line and its end."""
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
-    descriptor = os.open(path, flags)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ValueError("not a regular file")
-    with open(descriptor, "rb") as file:
-        size = os.fstat(descriptor).st_size
+    with open_regular_file(path, follows_symlink=False) as file:
+        size = os.fstat(file.fileno()).st_size
         data = file.readline(limit) if size > limit else b""
         if size > limit:
             file.seek(size - limit)
@@ -189,11 +186,6 @@ def _text_of(path: str, limit: int) -> str:
     if b"\0" in data:
         raise ValueError("not a text")
     return data.decode("utf-8", "replace")
-
-
-_MIB = 1024 * 1024
-_DEFAULT_MIB = 32
-_WRONG_INPUT = 2
 
 
 def main(argv: Sequence[str], report_texts: Callable[[Sequence[str]], Mapping[str, str]]) -> int:

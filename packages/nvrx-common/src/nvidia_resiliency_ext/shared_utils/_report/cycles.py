@@ -5,19 +5,25 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from statistics import median
-from typing import TYPE_CHECKING
+
+from nvidia_resiliency_ext.shared_utils._events.read import EventFile, EventRecord
 
 from .timeline import Cycle, FaultNote
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from nvidia_resiliency_ext.shared_utils._events.read import EventFile, EventRecord
-
-
 _LARGEST = 1e15
+_at = attrgetter("at")
+# What the wrapper's word for an interruption is as a cause.
+_INPROCESS_CAUSES = {
+    "UNRESPONSIVE": "node_lost",
+    "TERMINATED": "killed",
+    "HARD_TIMEOUT": "hang_heartbeat",
+    "SOFT_TIMEOUT": "hang_heartbeat",
+    "BASE_EXCEPTION": "exited",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +87,7 @@ def gather(files: Sequence[EventFile]) -> list[TimedEvent]:
             for event in file.events:
                 at = event.t if offset is None or event.m is None else event.m + offset
                 seen.append(TimedEvent(at - off_s, file.host, launch, event))
-    return sorted(seen, key=lambda event: event.at)
+    return sorted(seen, key=_at)
 
 
 def _launches(files: Sequence[EventFile]) -> list[list[EventFile]]:
@@ -127,16 +133,6 @@ def _finite(value: object) -> float | None:
     return float(value) if abs(value) < _LARGEST else None  # false for what is no number, too
 
 
-# What the wrapper's word for an interruption is as a cause.
-_INPROCESS_CAUSES = {
-    "UNRESPONSIVE": "node_lost",
-    "TERMINATED": "killed",
-    "HARD_TIMEOUT": "hang_heartbeat",
-    "SOFT_TIMEOUT": "hang_heartbeat",
-    "BASE_EXCEPTION": "exited",
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Window:
     """A stretch in which steps were done; ``fault`` is what ended it, None for an orderly end."""
@@ -170,8 +166,7 @@ class JobHistory:
     def between(self, kind: str, begin: float, end: float) -> list[TimedEvent]:
         """Return the events of one kind later than ``begin`` and not later than ``end``."""
         own = self.of_kind(kind)
-        first = bisect_right(own, begin, key=lambda event: event.at)
-        return own[first : bisect_right(own, end, key=lambda event: event.at)]
+        return own[bisect_right(own, begin, key=_at) : bisect_right(own, end, key=_at)]
 
 
 def build_history(seen: Sequence[TimedEvent]) -> JobHistory:
@@ -196,23 +191,19 @@ def build_history(seen: Sequence[TimedEvent]) -> JobHistory:
             faults[cycle].append(_fault(event, cycle))
     for cycle in cycles:
         faults[cycle] += _inprocess_faults(cycle, events[cycle], faults[cycle])
-        faults[cycle].sort(key=_noticed)
+        faults[cycle].sort(key=_at)
     windows = {cycle: _windows(cycle, events[cycle], faults[cycle]) for cycle in cycles}
     return JobHistory(
         start=start,
         end=end,
         cycles=tuple(cycles),
-        faults=tuple(sorted((each for own in faults.values() for each in own), key=_noticed)),
+        faults=tuple(sorted((each for own in faults.values() for each in own), key=_at)),
         windows=tuple(window for cycle in cycles for window in windows[cycle]),
         events=events,
         kinds=dict(kinds),
         cycle_faults=faults,
         cycle_windows=windows,
     )
-
-
-def _noticed(fault: FaultNote) -> float:
-    return fault.at
 
 
 def _hosts(seen: Sequence[TimedEvent]) -> tuple[str, ...]:
@@ -344,11 +335,8 @@ def _windows(
     if opened is None:
         return []
     turns: list[tuple[float, FaultNote | float]] = [(fault.at, fault) for fault in faults]
-    turns.extend(
-        (event.at, sum(event.durations("phases").values()))
-        for event in events
-        if event.kind == "inproc_restart"
-    )
+    restarts = [event for event in events if event.kind == "inproc_restart"]
+    turns += [(each.at, sum(each.durations("phases").values())) for each in restarts]
     windows: list[Window] = []
     running: float | None = opened
     for at, turn in sorted(turns, key=lambda turn: (turn[0], not isinstance(turn[1], FaultNote))):

@@ -4,20 +4,24 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils.abandonable import DeadlineCaller, StuckError
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 
-from .timeline import plain
+from .timeline import Timeline, plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
-    from .timeline import Timeline
+_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+_TIMEOUT_S = 10.0  # of the exporter, which counts from the last byte that came
+_WHOLE_TIMEOUT_S = 20.0
+_PATH = "/v1/metrics"
+
+_caller = DeadlineCaller()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ def metrics_of(timeline: Timeline) -> list[Metric]:
     """Return the figures of a job; one that is not known is left out."""
     workers, checkpoints = timeline.workers, timeline.checkpoints
     downs = [restart.down_s for restart in timeline.restarts if restart.down_s is not None]
+    starts = {"warm": workers.warm, "cold": workers.cold}
     outcomes = {
         "saved": checkpoints.saved, "failed": checkpoints.failed, "loaded": checkpoints.loaded,
     }  # fmt: skip
@@ -57,12 +62,7 @@ def metrics_of(timeline: Timeline) -> list[Metric]:
         _metric("nvrx_faults_total", "Faults.", timeline.faults_by_cause, "cause"),
         _metric("nvrx_restarts_total", "Restarts.", timeline.restarts_by_layer, "layer"),
         _metric("nvrx_restart_down_seconds_total", "Time without training.", sum(downs)),
-        _metric(
-            "nvrx_workers_started_total",
-            "Started workers.",
-            {"warm": workers.warm, "cold": workers.cold},
-            "start",
-        ),
+        _metric("nvrx_workers_started_total", "Started workers.", starts, "start"),
         _metric("nvrx_checkpoints_total", "Checkpoints.", outcomes, "what"),
         _metric("nvrx_checkpoint_bytes_total", "Bytes of checkpoints.", checkpoints.bytes),
         _metric("nvrx_checkpoint_stall_seconds_total", "Waiting for them.", checkpoints.stall_s),
@@ -84,9 +84,6 @@ def _metric(
     return Metric(name, text, sums, label)
 
 
-_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
-
-
 def render_prometheus(timeline: Timeline) -> str:
     """Return the figures of `timeline` in the text format of Prometheus."""
     lines = []
@@ -97,13 +94,6 @@ def render_prometheus(timeline: Timeline) -> str:
             labels = f'{{{metric.label}="{of.translate(_ESCAPES)}"}}' if metric.label else ""
             lines.append(f"{metric.name}{labels} {value:.17g}")
     return "\n".join(lines) + "\n"
-
-
-_TIMEOUT_S = 10.0  # of the exporter, which counts from the last byte that came
-_WHOLE_TIMEOUT_S = 20.0
-_PATH = "/v1/metrics"
-
-_caller = DeadlineCaller()
 
 
 class ExportError(NvrxError, RuntimeError):
@@ -159,7 +149,6 @@ def _observe(meter: Meter, metric: Metric) -> None:
             for of, value in metric.values.items()
         ]
 
-    make = (
-        meter.create_observable_gauge if metric.kind == "gauge" else meter.create_observable_counter
-    )
+    is_gauge = metric.kind == "gauge"
+    make = meter.create_observable_gauge if is_gauge else meter.create_observable_counter
     make(metric.name, callbacks=[observe], description=metric.help)

@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+
+from nvidia_resiliency_ext.shared_utils._events.read import EventFile
 
 from .accounting import attribute_spans, flatten, key_of, node_lanes, rank_lanes, saves, succeeded
-from .cycles import build_history, gather, inprocess_restarts
-from .timeline import CATEGORIES, Checkpoints, Remark, Restart, Timeline, Workers, clock_time, plain
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from nvidia_resiliency_ext.shared_utils._events.read import EventFile
-
-    from .cycles import JobHistory, TimedEvent, Window
-    from .timeline import Cycle
-
+from .cycles import JobHistory, TimedEvent, Window, build_history, gather, inprocess_restarts
+from .timeline import (
+    CATEGORIES,
+    Checkpoints,
+    Cycle,
+    Remark,
+    Restart,
+    Timeline,
+    Workers,
+    clock_time,
+    plain,
+)
 
 NO_HEARTBEAT = (
     "No rank sent a heartbeat or finished a section named step, so productive time is unknown."
@@ -41,10 +44,12 @@ _MOST_JOBS = 20
 def build_timeline(files: Sequence[EventFile]) -> Timeline:
     """Reconstruct a job from its nodes' event `files`: cycles, faults, where its time went."""
     seen = gather(files)
+    job_ids = _job_ids(files)
+    hosts = tuple(sorted({file.host for file in files if not file.problem}))
     if not seen:
         return Timeline(
-            job_id=_job_id(files),
-            hosts=_hosts(files),
+            job_id=", ".join(job_ids),
+            hosts=hosts,
             bad_lines=sum(file.bad_lines for file in files),
             notes=("Nothing has been recorded yet.", *_unread(files)),
         )
@@ -60,11 +65,10 @@ def build_timeline(files: Sequence[EventFile]) -> Timeline:
     ends = [event for event in seen if event.kind == "job_end"]
     is_ended, endings = _endings(seen, ends)
     sizes = [cycle.world_size for cycle in history.cycles if cycle.world_size]
-    hosts = _hosts(files)
     lanes = rank_lanes(history, attributed)
     return Timeline(
-        job_id=_job_id(files),
-        is_of_many_jobs=len(_job_ids(files)) > 1,
+        job_id=", ".join(job_ids),
+        is_of_many_jobs=len(job_ids) > 1,
         start=history.start,
         end=history.end,
         is_ended=is_ended,
@@ -90,10 +94,6 @@ def build_timeline(files: Sequence[EventFile]) -> Timeline:
     )
 
 
-def _hosts(files: Sequence[EventFile]) -> tuple[str, ...]:
-    return tuple(sorted({file.host for file in files if not file.problem}))
-
-
 def _unread(files: Sequence[EventFile]) -> list[str]:
     """Return a note for each file that could not be read."""
     unread = [file for file in files if file.problem]
@@ -116,13 +116,9 @@ def _job_note(job_id: str, files: Sequence[EventFile]) -> str:
     return f"job {plain(job_id)}, {when}, {plain(how)}: {names}"
 
 
-def _job_id(files: Sequence[EventFile]) -> str:
-    return ", ".join(sorted(_job_ids(files)))
-
-
-def _job_ids(files: Sequence[EventFile]) -> set[str]:
+def _job_ids(files: Sequence[EventFile]) -> list[str]:
     found = [file.header.get("job_id") for file in files]
-    return {job_id for job_id in found if isinstance(job_id, str) and job_id}
+    return sorted({job_id for job_id in found if isinstance(job_id, str) and job_id})
 
 
 def _restarts(history: JobHistory, lost_s: dict[Window, float]) -> list[Restart]:
@@ -239,9 +235,8 @@ def _remarks(seen: Sequence[TimedEvent]) -> list[Remark]:
             names = ("check", "evidence")
         if event.kind.startswith("ckpt_") and not succeeded(event):
             names = ("id", "iteration", "result", "error")
-        parts = [
-            f"{name.replace('_', ' ')} {event.shown(name)}" for name in names if event.shown(name)
-        ]
+        told = {name.replace("_", " "): event.shown(name) for name in names}
+        parts = [f"{name} {text}" for name, text in told.items() if text]
         if parts:
             found.append(Remark(event.at, event.host, event.kind, ", ".join(parts)))
     return found
@@ -277,7 +272,7 @@ def _notes(files: Sequence[EventFile], history: JobHistory) -> list[str]:
             f"These files are of {len(job_ids)} jobs; the time between them is unknown."
             " For a report of one of them name its files:"
         )
-        notes += [_job_note(job_id, files) for job_id in sorted(job_ids)[:_MOST_JOBS]]
+        notes += [_job_note(job_id, files) for job_id in job_ids[:_MOST_JOBS]]
     if history.of_kind("dropped"):
         notes.append("Some events were dropped while they were written; see the remarks.")
     bad_lines = sum(file.bad_lines for file in files)

@@ -7,15 +7,17 @@ import os
 import select
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from shutil import get_terminal_size
 from textwrap import wrap
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils._events.read import EventFileError
 from nvidia_resiliency_ext.shared_utils.console import write_err, write_out
 
 from .timeline import (
     CATEGORIES,
+    Remark,
+    Timeline,
     clock_time,
     duration,
     ending,
@@ -26,16 +28,16 @@ from .timeline import (
     size,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from .timeline import Remark, Timeline
-
-
 _NARROWEST = 40
 _MOST_ROWS = 20
 _LABEL_WIDTH = 18
 _FIGURES_WIDTH = 24
+_HOME = "\x1b[H"
+_CLEAR_LINE = "\x1b[K"
+_CLEAR_BELOW = "\x1b[J"
+_TICK_S = 1.0
+# Reading a large record again and again must not take more than this part of a core.
+_SHARE = 0.2
 
 
 def render_text(timeline: Timeline, width: int = 100) -> str:
@@ -86,23 +88,15 @@ def _seconds(timeline: Timeline, width: int) -> list[str]:
 def _faults(timeline: Timeline) -> list[str]:
     counts = [f"{count} {plain(cause)}" for cause, count in timeline.faults_by_cause.items()]
     lines = [", ".join(counts)] if len(timeline.faults) > 1 else []
-    return lines + _first(
-        [
-            f"{clock_time(fault.at)} cycle {fault.cycle} {fault_line(fault)}"
-            for fault in timeline.faults
-        ]
-    )
+    return lines + _first(f"{clock_time(each.at)} {fault_line(each)}" for each in timeline.faults)
 
 
 def _restarts(timeline: Timeline) -> list[str]:
     counts = [f"{count} {layer}" for layer, count in timeline.restarts_by_layer.items()]
     lines = [", ".join(counts)] if timeline.restarts else []
-    return lines + _first(
-        [
-            f"{clock_time(restart.at)} {restart_line(restart, timeline.faults)}"
-            for restart in timeline.restarts
-        ]
-    )
+    faults = timeline.faults
+    told = (f"{clock_time(each.at)} {restart_line(each, faults)}" for each in timeline.restarts)
+    return lines + _first(told)
 
 
 def _also(timeline: Timeline) -> list[str]:
@@ -122,12 +116,12 @@ def _also(timeline: Timeline) -> list[str]:
         )
     if timeline.steps:
         lines.append(f"steps: {timeline.steps}")
-    return lines + _first(
-        [f"{clock_time(remark.at)} {_remark_line(remark)}" for remark in timeline.remarks]
-    )
+    told = (f"{clock_time(remark.at)} {_remark_line(remark)}" for remark in timeline.remarks)
+    return lines + _first(told)
 
 
-def _first(lines: list[str]) -> list[str]:
+def _first(told: Iterable[str]) -> list[str]:
+    lines = list(told)
     more = len(lines) - _MOST_ROWS
     return [*lines[:_MOST_ROWS], f"... and {more} more"] if more > 0 else lines
 
@@ -148,11 +142,6 @@ def _count(number: int, noun: str) -> str:
 def _wrap(line: str, width: int) -> list[str]:
     """Break a line at blanks; what goes on is indented by four."""
     return wrap(line, width, subsequent_indent="    ", break_on_hyphens=False) or [""]
-
-
-_HOME = "\x1b[H"
-_CLEAR_LINE = "\x1b[K"
-_CLEAR_BELOW = "\x1b[J"
 
 
 def draw(timeline: Timeline, width: int, height: int, now: float) -> str:
@@ -181,18 +170,13 @@ def _entries(timeline: Timeline) -> Iterator[tuple[object, float, str]]:
         line = f"cycle {cycle.number} begins on {', '.join(map(plain, cycle.hosts))}"
         yield ("cycle", cycle.launch, cycle.number), cycle.start, line
     for number, fault in enumerate(timeline.faults):
-        yield ("fault", number), fault.at, f"cycle {fault.cycle} {fault_line(fault)}"
+        yield ("fault", number), fault.at, fault_line(fault)
     for each in timeline.restarts:
         if each.down_s is not None:
             key = (each.at, each.layer, each.cycle, each.down_s)
             yield key, each.at, f"restart {restart_line(each)}"
     for number, remark in enumerate(timeline.remarks):
         yield ("remark", number), remark.at, _remark_line(remark)
-
-
-_TICK_S = 1.0
-# Reading a large record again and again must not take more than this part of a core.
-_SHARE = 0.2
 
 
 def follow(
@@ -205,18 +189,16 @@ def follow(
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     timeline: Timeline | None = None
     known: object = None
-    is_first = True
     try:
         if is_terminal:
             write_out("\x1b[2J")
         while timeline is None or not timeline.is_ended:
             began = time.monotonic()
-            before, state = timeline, _state(paths)
+            is_first, before, state = known is None, timeline, _state(paths)
             if state != known:
                 known, timeline = state, _next(read, timeline, is_terminal=is_terminal)
             if is_first and timeline is None:
                 write_err(f"nvrx-report: no record at {', '.join(paths)} yet: waiting for it\n")
-            is_first = False
             if timeline is not None:
                 if timeline is not before and seen is not None:
                     seen(timeline)

@@ -5,11 +5,27 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+# Where a second can go, in the order in which a report shows them.
+CATEGORIES = {
+    "productive": "productive",
+    "lost_work": "lost work",
+    "checkpoint_stall": "checkpoint stall",
+    "detection": "detection",
+    "stop": "stop",
+    "rendezvous": "rendezvous",
+    "startup": "start-up",
+    "restart_other": "other restart work",
+    "unknown": "unknown",
+}
+_MINUTE_S = 60
+_HOUR_S = 3600
+_DAY_S = 86400
+_SHORT_S = 10
+_KIB = 1024
+_LONGEST_CAUSE = 1000  # what hangs and who waited for it are whole sentences
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +72,6 @@ def coarsen(spans: Sequence[Span], start: float, end: float, count: int) -> list
         for part, own in sorted(shares.items())
     ]
     return merge(parts, width / 2)
-
-
-# Where a second can go, in the order in which a report shows them.
-CATEGORIES = {
-    "productive": "productive",
-    "lost_work": "lost work",
-    "checkpoint_stall": "checkpoint stall",
-    "detection": "detection",
-    "stop": "stop",
-    "rendezvous": "rendezvous",
-    "startup": "start-up",
-    "restart_other": "other restart work",
-    "unknown": "unknown",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,14 +212,6 @@ def _counted(names: list[str]) -> dict[str, int]:
     return dict(Counter(sorted(names)).most_common())
 
 
-_MINUTE_S = 60
-_HOUR_S = 3600
-_DAY_S = 86400
-_SHORT_S = 10
-_KIB = 1024
-_LONGEST_CAUSE = 1000  # what hangs and who waited for it are whole sentences
-
-
 def plain(text: str, limit: int = 200) -> str:
     """Return text that cannot steer a terminal: no control characters, bounded length."""
     kept = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
@@ -279,14 +273,14 @@ def ending(timeline: Timeline) -> str:
 
 
 def fault_line(fault: FaultNote) -> str:
-    """Tell one fault in a sentence."""
+    """Tell one fault in a sentence, with its cycle."""
     cause_text = plain(both(fault.what, fault.detail), _LONGEST_CAUSE)
     who = "" if fault.rank is None else f" rank {fault.rank}"
     where = "" if _names_rank(cause_text, fault.rank) else f"{who} on {plain(fault.host)}"
     what = f": {cause_text}" if cause_text else ""
     late = "" if fault.late_s is None else f", {duration(max(0.0, fault.late_s))} late"
     found = f", found by {plain(fault.detected_by)}{late}" if fault.detected_by else late
-    return f"{plain(fault.cause)}{where}{what}{found}"
+    return f"cycle {fault.cycle} {plain(fault.cause)}{where}{what}{found}"
 
 
 def short_cause(cause: str, faults: Iterable[FaultNote]) -> str:
@@ -304,12 +298,10 @@ def restart_line(restart: Restart, faults: Iterable[FaultNote] = ()) -> str:
     cause = plain(short, _LONGEST_CAUSE) or "no cause given"
     is_reported = restart.rank is None or short != restart.cause or _names_rank(cause, restart.rank)
     who = "" if is_reported else f" (rank {restart.rank})"
-    down = (
-        "down for an unknown time" if restart.down_s is None else f"down {duration(restart.down_s)}"
-    )
+    down = "for an unknown time" if restart.down_s is None else duration(restart.down_s)
     lost = f", lost work {duration(restart.lost_s)}" if restart.lost_s else ""
     spent = f" [{phases}]" if phases else ""
-    return f"{restart.layer}, to cycle {restart.cycle}: {cause}{who}, {down}{spent}{lost}"
+    return f"{restart.layer}, to cycle {restart.cycle}: {cause}{who}, down {down}{spent}{lost}"
 
 
 def both(what: str, detail: str) -> str:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that all parts of the client share: limits, delays, notices, a server's verdicts."""
+"""Values that all parts of the client share: limits, delays, notices."""
 
 from __future__ import annotations
 
-import enum
 import logging
 import random
 import threading
@@ -90,23 +89,22 @@ SLOW_RETRY_S = 30.0  # between tries that only a person can make succeed
 
 _FIRST_S = 0.1
 _LONGEST_S = 5.0
-_MOST_DOUBLINGS = 10
 
 
 class Backoff:
     """Delays that double up to 5 s, each drawn between 0 and all of it: clients spread out."""
 
-    def __init__(self, draw: random.Random | None = None) -> None:
-        self._draw = draw or random.Random()  # noqa: S311 - spreads load, guards nothing
-        self._failures = 0
+    def __init__(self) -> None:
+        self._draw = random.Random()  # noqa: S311 - spreads load, guards nothing
+        self.reset()
 
     def reset(self) -> None:
-        self._failures = 0
+        self._longest_s = _FIRST_S
 
     def next_s(self) -> float:
         """Return the seconds to wait after one more failure."""
-        longest_s = min(_LONGEST_S, _FIRST_S * 2.0 ** min(self._failures, _MOST_DOUBLINGS))
-        self._failures += 1
+        longest_s = self._longest_s
+        self._longest_s = min(_LONGEST_S, 2.0 * longest_s)
         return self._draw.uniform(0.0, longest_s)
 
     def slow_s(self) -> float:
@@ -114,6 +112,8 @@ class Backoff:
         return SLOW_RETRY_S * self._draw.uniform(0.75, 1.25)
 
 
+_LARGEST_WINDOW_BYTES = 8 * 1024 * 1024
+_WINDOW_SHARE = 4
 RESERVE_BYTES = 128 * 1024  # what a target may hold even when the others have used up the memory
 
 
@@ -125,6 +125,8 @@ class MemoryBudget:
 
     def __init__(self, memory_limit_bytes: int, spill_limit_bytes: int) -> None:
         self.memory_limit_bytes = memory_limit_bytes
+        share = memory_limit_bytes // _WINDOW_SHARE
+        self.window_bytes = max(BATCH_BYTES, min(_LARGEST_WINDOW_BYTES, share))  # of a target
         self.spill_limit_bytes = spill_limit_bytes
         self._changed = threading.Condition(threading.Lock())
         self.memory_bytes = 0
@@ -165,22 +167,3 @@ class MemoryBudget:
                 self._changed.wait_for(lambda: self.version != version, timeout_s)
             finally:
                 self._waiters -= 1
-
-
-class Verdict(enum.Enum):
-    """What to do next."""
-
-    RETRY = "retry"  # the server is away or went away
-    FALL_BACK = "fall back"  # the server does not know acknowledged streams
-    RETRY_SLOWLY = "retry slowly"
-    """Nothing helps but a person: a wrong token, or something that is no log server."""
-    REFUSED = "refused"  # the server will never take this target
-
-
-def evaluate(code: str, *, is_plain: bool) -> Verdict:
-    """Return what to do after a call that ended with a gRPC status of that name."""
-    if code == "UNIMPLEMENTED":
-        return Verdict.RETRY_SLOWLY if is_plain else Verdict.FALL_BACK
-    if code in {"UNAUTHENTICATED", "PERMISSION_DENIED"}:
-        return Verdict.RETRY_SLOWLY
-    return Verdict.REFUSED if code == "INVALID_ARGUMENT" else Verdict.RETRY

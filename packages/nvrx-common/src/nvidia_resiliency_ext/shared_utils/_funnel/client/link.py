@@ -6,18 +6,15 @@ from __future__ import annotations
 import os
 import re
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_MESSAGE_BYTES, SERVICE, Access
+from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_MESSAGE_BYTES, Access
 from nvidia_resiliency_ext.shared_utils.credentials import PemFile, TokenFile
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, MissingExtraError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from .limits import Chunk
-
+from .limits import Chunk
 
 _LONGEST_UNIX_PATH = 107
 _HIGHEST_PORT = 65535
@@ -125,39 +122,28 @@ class Link:
         try:
             import grpc  # say early that it is missing
 
-            from nvidia_resiliency_ext.shared_utils.proto import log_aggregation_pb2
+            from nvidia_resiliency_ext.shared_utils.proto import (
+                log_aggregation_pb2,
+                log_aggregation_pb2_grpc,
+            )
         except ImportError as error:
             raise MissingExtraError("the log funnel", "nvrx-common[grpc]", error) from error
-        self._messages = log_aggregation_pb2
+        self._chunk_type = log_aggregation_pb2.LogChunk
+        self._stub_type: Any = log_aggregation_pb2_grpc.LogAggregationServiceStub
         self.call_errors = (grpc.RpcError, grpc.FutureCancelledError)
 
     def start(self, chunks: Iterator[Chunk], path: str, stream_id: str, *, is_plain: bool) -> Any:
         """Begin gRPC's call that takes its chunks from an iterator, in a thread of gRPC's."""
-        chunk_type = self._messages.LogChunk
-        node_id = self._node_id
-
-        def encode(chunk: Chunk) -> bytes:
-            message = chunk_type(
-                node_id=node_id, data=chunk.data, file_path=path, stream_id=stream_id, seq=chunk.seq
-            )
-            encoded: bytes = message.SerializeToString()
-            return encoded
-
-        metadata = self._access.metadata()
-        channel = self._open_channel()
-        if is_plain:
-            method = channel.stream_unary(
-                f"/{SERVICE}/StreamLogs",
-                request_serializer=encode,
-                response_deserializer=self._messages.StreamResponse.FromString,
-            )
-            return method.future(chunks, metadata=metadata)
-        method = channel.stream_stream(
-            f"/{SERVICE}/StreamLogsAcked",
-            request_serializer=encode,
-            response_deserializer=self._messages.Ack.FromString,
+        make, node_id = self._chunk_type, self._node_id
+        messages = (
+            make(node_id=node_id, data=data, file_path=path, stream_id=stream_id, seq=seq)
+            for seq, data, _ in chunks
         )
-        return method(chunks, metadata=metadata)
+        metadata = self._access.metadata()
+        stub = self._stub_type(self._open_channel())
+        if is_plain:
+            return stub.StreamLogs.future(messages, metadata=metadata)
+        return stub.StreamLogsAcked(messages, metadata=metadata)
 
     def close(self) -> None:
         with self._lock:

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import (
@@ -18,13 +18,10 @@ from nvidia_resiliency_ext.shared_utils.errors import (
     LogTargetRefusedError,
 )
 
-from .limits import BATCH_BYTES, Backoff, Gap, Verdict, evaluate
-
-if TYPE_CHECKING:
-    from .limits import Chunk, Notices
-    from .link import Link
-    from .stream import Stream
-
+from .limits import BATCH_BYTES, Backoff, Chunk, Gap, Notices
+from .link import Link
+from .spill import Identity
+from .stream import Stream
 
 _PLAIN_MAX_BYTES = 4 * 1024 * 1024
 _PLAIN_PAUSE_S = 1.0
@@ -49,17 +46,16 @@ class SendBuffer:
 
     def __init__(
         self,
-        path: str,
+        identity: Identity,
         stream: Stream,
-        stream_id: str,
         link: Link,
         notices: Notices,
         *,
         write_timeout_s: float,
     ) -> None:
-        self.path = path
+        self.path = identity.path
         self._stream = stream
-        self._stream_id = stream_id
+        self._stream_id = identity.stream_id
         self._link = link
         self._notices = notices
         self._write_timeout_s = write_timeout_s
@@ -270,9 +266,9 @@ class SendBuffer:
         if code == "OK" and has_progressed:
             # A plain stream that was ended to have it confirmed, or the end of a closed target.
             return True
-        verdict = evaluate(code, is_plain=self._is_plain)
         endpoint, outcome = self._link.endpoint, f"{code}: {details}" if details else code
-        if verdict is Verdict.FALL_BACK:
+        is_unknown = code == "UNIMPLEMENTED"
+        if is_unknown and not self._is_plain:
             self._is_plain = True
             line = (
                 f"{endpoint} knows no acknowledged streams: lines are confirmed at the end of"
@@ -281,13 +277,15 @@ class SendBuffer:
             self._notices.state("plain", logging.WARNING, line)
             self._notices.emit()
             return True
-        self._is_plain = self._is_plain and verdict is Verdict.RETRY_SLOWLY
+        # A wrong token, or no log server at all: nothing helps but a person.
+        needs_a_person = is_unknown or code in {"UNAUTHENTICATED", "PERMISSION_DENIED"}
+        self._is_plain = self._is_plain and needs_a_person
         with self._lock:
             self._stream.counts["reconnects"] += 1
-        if verdict is Verdict.REFUSED:
+        if code == "INVALID_ARGUMENT":
             self._refuse(outcome)
             return False
-        if verdict is Verdict.RETRY_SLOWLY:
+        if needs_a_person:
             line = f"{endpoint} does not let us in ({outcome}); lines wait here meanwhile"
             self._notices.state("refused", logging.ERROR, line)
             delay_s = self._backoff.slow_s()

@@ -14,7 +14,6 @@ The window has a limit of its own. The owner of a stream holds a lock around eve
 from __future__ import annotations
 
 from collections import Counter, deque
-from typing import TYPE_CHECKING
 
 from .limits import (
     BATCH_BYTES,
@@ -26,9 +25,7 @@ from .limits import (
     cut_at,
     notice_of,
 )
-
-if TYPE_CHECKING:
-    from .spill import Spill
+from .spill import Spill
 
 _MAX_WINDOW_CHUNKS = 4096
 
@@ -37,13 +34,7 @@ class Stream:
     """The lines of one target, in order; chunks below `first_seq` belong to an earlier process."""
 
     def __init__(
-        self,
-        budget: MemoryBudget,
-        spill: Spill | None,
-        *,
-        drops: bool,
-        window_bytes: int,
-        first_seq: int = 1,
+        self, budget: MemoryBudget, spill: Spill | None, *, drops: bool, first_seq: int = 1
     ) -> None:
         self.buffer = bytearray()
         self.attention_at = 0  # size of `buffer` from which on a writer must do more than append
@@ -52,7 +43,6 @@ class Stream:
         self.budget = budget
         self.spill = spill
         self.drops = drops
-        self._window_limit_bytes = window_bytes
         self._window: deque[Chunk] = deque()
         self._sent = 0  # how many of the window on this connection
         self._waiting: deque[Chunk] = deque()
@@ -97,7 +87,7 @@ class Stream:
     def window_is_full(self) -> bool:
         """Say whether nothing new may leave before something is confirmed."""
         has_many = len(self._window) >= _MAX_WINDOW_CHUNKS
-        return has_many or self._window_bytes >= self._window_limit_bytes
+        return has_many or self._window_bytes >= self.budget.window_bytes
 
     # The caller's side
 

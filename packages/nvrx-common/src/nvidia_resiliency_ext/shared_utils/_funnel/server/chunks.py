@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from nvidia_resiliency_ext.shared_utils.errors import NvrxError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
 
 RETRY_CODE = "UNAVAILABLE"
 """The code of a refusal after which the same chunk may be sent again later."""
@@ -163,12 +160,6 @@ def ack(stream_id: str, committed_seq: int, refusal: Refusal | None = None) -> b
     return bytes(message.SerializeToString())
 
 
-def read_ack(data: bytes) -> tuple[str, int, str, str]:
-    """Return stream, number, refusal and its reason of an Ack."""
-    message = messages().Ack.FromString(data)
-    return message.stream_id, message.committed_seq, message.refusal, message.reason
-
-
 def response(status: str, bytes_received: int, committed_seq: int = 0) -> bytes:
     message = messages().StreamResponse(
         status=status, bytes_received=bytes_received, committed_seq=committed_seq
@@ -179,10 +170,6 @@ def response(status: str, bytes_received: int, committed_seq: int = 0) -> bytes:
 def health(connected_clients: int, *, healthy: bool = True) -> bytes:
     message = messages().HealthResponse(healthy=healthy, connected_clients=connected_clients)
     return bytes(message.SerializeToString())
-
-
-def read_health(data: bytes) -> bool:
-    return bool(messages().HealthResponse.FromString(data).healthy)
 
 
 def stats(

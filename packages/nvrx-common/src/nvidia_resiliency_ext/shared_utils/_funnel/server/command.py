@@ -4,22 +4,19 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from nvidia_resiliency_ext.shared_utils import console
 from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 from . import leaf, process, root
+from .queue import FSYNC_POLICIES, FunnelOptions
 from .service import AddressError
-from .settings import FSYNC_POLICIES, FunnelOptions, ServerConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
 
 _MAX_PORT = 65535
 _EXIT_CONFIG = 2
@@ -113,7 +110,7 @@ def leaf_parser() -> argparse.ArgumentParser:
 
 
 def serve_root(options: argparse.Namespace) -> int:
-    config = ServerConfig(
+    config = process.ServerConfig(
         host=options.host,
         port=options.port,
         grace_s=options.graceful_shutdown_timeout,
@@ -170,7 +167,9 @@ def run_program(
         options = parser.parse_args(arguments)
     except SystemExit as end:
         return int(end.code or 0)
-    process.log_to_stderr()
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     process.raise_file_limit()
     try:
         return serve(options)

@@ -7,15 +7,12 @@ import logging
 import math
 import os
 import re
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from operator import attrgetter
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable
 
 _logger = logging.getLogger("LogAggregationServer")
 
@@ -72,9 +69,8 @@ class Completion:
         file.arrived_at = now
         if file.is_complete:
             file.is_complete = False
-            _logger.warning(
-                "Late chunk after heuristic cycle log complete: file_path=%s", file.path
-            )
+            text = "Late chunk after heuristic cycle log complete: file_path=%s"
+            _logger.warning(text, file.path)
 
     def written(self, file: CycleFile) -> None:
         """Note that all is written; look again once the idle time since then has passed."""
@@ -110,11 +106,9 @@ class Completion:
             self._check_no_later_than(next_at)
         for file in done:
             moment = datetime.fromtimestamp(file.flushed_at, timezone.utc)
-            _logger.info(
-                "Heuristic cycle log complete: file_path=%s last_flush_time=%s",
-                file.path,
-                moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-            )
+            shown = moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+            text = "Heuristic cycle log complete: file_path=%s last_flush_time=%s"
+            _logger.info(text, file.path, shown)
 
     def _forget_old(self) -> None:
         if len(self._files) >= _MAX_REMEMBERED:

@@ -8,18 +8,19 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_NAME_BYTES, MAX_PATH_BYTES
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError, UnsafePathError
-from nvidia_resiliency_ext.shared_utils.os_utils import atomic_write, lock_file, open_append_beneath
+from nvidia_resiliency_ext.shared_utils.os_utils import (
+    atomic_write,
+    lock_file,
+    open_append_beneath,
+    open_unlinked,
+)
 
 from .chunks import Refusal
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
 
 MAX_BYTES = 64 << 20
 _MOST_RECORD_BYTES = MAX_BYTES // 8
@@ -195,22 +196,12 @@ class Roots:
 
 def _enter(directory: int, name: str) -> int:
     try:
-        return _open_directory(directory, name)
+        return open_unlinked(name, _OPEN_DIRECTORY, directory, name)
     except FileNotFoundError:
         # Where somebody else made it, or a dangling link, the next line tells.
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, DIRECTORY_MODE, dir_fd=directory)
-        return _open_directory(directory, name)
-
-
-def _open_directory(directory: int, name: str) -> int:
-    try:
-        return os.open(name, _OPEN_DIRECTORY, dir_fd=directory)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            message = f"{name} is a symbolic link or no directory"
-            raise UnsafePathError(error.errno, message) from error
-        raise
+        return open_unlinked(name, _OPEN_DIRECTORY, directory, name)
 
 
 def _open_log(directory: int, name: str) -> int:
@@ -341,13 +332,10 @@ class LogFile:
                 self._ledger_bytes = found.cut_ledger_to
             self.seqs, self.last_stream = found.seqs, found.last_stream
         if size:
-            descriptor = os.open(
-                f"/proc/self/fd/{self._log}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-            )
-            try:
-                self.ends_line = os.pread(descriptor, 1, size - 1) == b"\n"
-            finally:
-                os.close(descriptor)
+            # The descriptor for appending cannot read.
+            with open(f"/proc/self/fd/{self._log}", "rb", 0) as file:
+                file.seek(size - 1)
+                self.ends_line = file.read(1) == b"\n"
 
     def _read_ledger(self) -> bytes | None:
         try:

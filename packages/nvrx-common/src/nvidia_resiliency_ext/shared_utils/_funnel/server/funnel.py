@@ -9,24 +9,16 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
 
-from . import settings
-from .chunks import RETRY_CODE, Refusal, record_end
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
+
+from .chunks import RETRY_CODE, Chunk, Refusal, record_end
 from .files import Roots
-from .queue import Queue
-from .target import Pending, Source, Target
-
-if TYPE_CHECKING:
-    import threading
-
-    from nvidia_resiliency_ext.shared_utils.clock import Deadline
-
-    from .chunks import Chunk
-    from .settings import FunnelOptions
-
+from .queue import FunnelOptions, Queue
+from .target import Pending, Source, Target, claim
 
 _logger = logging.getLogger("LogAggregationServer")
 
@@ -193,7 +185,7 @@ class Funnel:
             raise Refusal("RESOURCE_EXHAUSTED", f"a stream may send at most {most} bytes")
         if self._options.verify_node_prefix:
             node = chunk.node_id or source.node_id
-            foreign = settings.claim(chunk.data, node, target.owners)
+            foreign = claim(chunk.data, node, target.owners)
             if foreign is not None:
                 prefix, owner = foreign
                 reason = f"node {node!r} may not write lines of {prefix!r}, which is of {owner!r}"

@@ -7,24 +7,20 @@ import asyncio
 import contextlib
 import ctypes
 import gc
-import logging
 import resource
 import signal
 import socket
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_MESSAGE_BYTES
+from nvidia_resiliency_ext.shared_utils._funnel.shared import MAX_MESSAGE_BYTES, Access
 
 from . import chunks
-from .service import AddressError
+from .service import AddressError, Service
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterator
-
-    from .service import Service
-    from .settings import ServerConfig
-
+_Result = TypeVar("_Result")
 
 CLOSE_S = 10.0  # how long a funnel that closes may take to write what waits
 
@@ -55,8 +51,18 @@ _OPTIONS = (
 )
 
 
-def run_until_complete(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run the program's coroutine function in a fresh event loop."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Settings of both servers; `host` may be `unix:PATH`, `grace_s` is from the request to end."""
+
+    host: str
+    port: int
+    grace_s: float
+    access: Access
+
+
+def run_until_complete(main: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
+    """Run the program's coroutine function in a fresh event loop; return its result."""
     # Now, so that the collector leaves it alone and the first call does not wait for it: the
     # generated classes and a first message take 15-50 ms.
     import grpc.aio  # noqa: F401
@@ -64,7 +70,7 @@ def run_until_complete(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     chunks.health(0)
     _keep_freed_memory()
     with _calm_collector():
-        asyncio.run(main())
+        return asyncio.run(main())
 
 
 def stop_event() -> asyncio.Event:
@@ -103,12 +109,6 @@ def raise_file_limit() -> None:
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def log_to_stderr() -> None:
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
 
 
 def _keep_freed_memory() -> None:

@@ -4,28 +4,21 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict, deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-from nvidia_resiliency_ext.shared_utils.errors import UnsafePathError
+from nvidia_resiliency_ext.shared_utils.clock import Deadline
+from nvidia_resiliency_ext.shared_utils.errors import ConfigError, UnsafePathError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 from .chunks import Refusal
 from .cycles import Completion
-from .files import LogFile, StaleLogError
-from .target import Batch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from nvidia_resiliency_ext.shared_utils.clock import Deadline
-
-    from .files import Roots
-    from .settings import FunnelOptions
-    from .target import Pending, Source, Target
-
+from .files import LogFile, Roots, StaleLogError
+from .target import Batch, Pending, Source, Target
 
 _logger = logging.getLogger("LogAggregationServer")
 
@@ -37,6 +30,47 @@ _USUAL_WRITERS = 2
 _MAX_WRITERS = 32
 _CLOSE_S = 2.0
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.05, 2.0
+FSYNC_POLICIES = ("never", "interval", "commit")
+_LEAST = {
+    "flush_bytes": 1,
+    "flush_interval_s": 0,
+    "completion_idle_s": 0,
+    "max_buffered_bytes": 1 << 20,
+    "max_files": 1,
+    "max_open_files": 1,
+    "max_stream_files": 1,
+    "max_stream_bytes": 0,
+    "stall_s": 0,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunnelOptions:
+    """How the root server treats what it gets."""
+
+    allowed_roots: tuple[str, ...] | None  # logs lie below; `None`: anywhere, for use in process
+    flush_bytes: int = 1 << 20  # a file with so much waiting, or half its share, is written at once
+    flush_interval_s: float = 0.02  # ... and with less, so long after its last write
+    completion_idle_s: float = 10.0  # without a chunk, until an old cycle's file is complete
+    max_buffered_bytes: int = 32 << 20  # may wait in memory
+    max_files: int = 4096  # are in use at one time
+    max_open_files: int = 512  # ... of which so many are held open
+    max_stream_files: int = 64  # may be named by one stream
+    max_stream_bytes: int = 0  # may be sent by one stream; 0: any number
+    verify_node_prefix: bool = False  # a rank prefix is of the first node that uses it in a file
+    fsync: str = "never"  # or wait for the disk at each `interval` (1 s) or `commit` (answer)
+    stall_s: float = 2.0  # a write that takes longer marks its file as stalled
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name}={getattr(self, name)!r} must be a finite number of at least {least}"
+            for name, least in _LEAST.items()
+            if not least <= getattr(self, name) < math.inf
+        ]
+        if self.fsync not in FSYNC_POLICIES:
+            problems.append(f"fsync={self.fsync!r} must be one of {', '.join(FSYNC_POLICIES)}")
+        if problems:
+            raise ConfigError("; ".join(problems))
 
 
 class Queue:
@@ -67,7 +101,6 @@ class Queue:
         self._file_limit_bytes = max(1, options.max_buffered_bytes // _FILE_SHARE)
         # Nobody may have to wait for space while what is there waits for more.
         self._enough_bytes = min(options.flush_bytes, self._file_limit_bytes // 2)
-        self._is_flushing = False
         self._is_watching = False
         self.has_ended = False
         self._ready: deque[Target] = deque()
@@ -146,24 +179,18 @@ class Queue:
             self._is_watching = True
             self._call_at(time.monotonic() + _WATCH_S, self._watch)
 
-    def flush(self, deadline: Deadline) -> None:
-        """Write everything, or what is done by the deadline."""
-        with self.lock:
-            self._is_flushing = True
-            for target in list(self.targets.values()):
-                if target.waiting and target not in self.working:
-                    self.submit(target)
-            self.settled.wait_for(
-                lambda: self.held_bytes == 0 and not self.working, deadline.timeout()
-            )
-
     def close(self, deadline: Deadline) -> int:
         """Write everything, close all files and end the threads; return the bytes left over."""
         with self.lock:
             if self.is_closed:
                 return 0
             self.is_closed = True
-        self.flush(deadline)
+            for target in list(self.targets.values()):
+                if target.waiting and target not in self.working:
+                    self.submit(target)
+            self.settled.wait_for(
+                lambda: self.held_bytes == 0 and not self.working, deadline.timeout()
+            )
         self.cycles.announce(at_end=True)
         with self.lock:
             lost = self.held_bytes
@@ -323,7 +350,7 @@ class Queue:
     def _is_enough(self, target: Target) -> bool:
         """Tell whether what waits for a target is not to be kept for more."""
         is_full = target.held_bytes >= self._enough_bytes
-        return is_full or target.is_awaited or self._is_flushing
+        return is_full or target.is_awaited or self.is_closed
 
     def _on_written(self, target: Target, chunks: list[Pending], plan: Batch) -> bool:
         """Settle a batch; tell whether to go on with the same target at once."""

@@ -7,23 +7,18 @@ import asyncio
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
+from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 
 from . import chunks, process
 from .chunks import Refusal, decode
 from .funnel import Funnel
+from .queue import FunnelOptions
 from .service import ERRORS_IN_ACKS, Rpc, Service
 from .target import Source
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
-
-    from .settings import FunnelOptions, ServerConfig
-
 
 _PATIENCE_S = 5.0
 _MAX_SOURCES = 4096
@@ -242,7 +237,7 @@ class RootService(Service):
         return self._funnel.queue.stats()
 
 
-def run(config: ServerConfig, options: FunnelOptions) -> int:
+def run(config: process.ServerConfig, options: FunnelOptions) -> int:
     """Serve until asked to end; return the exit code."""
     funnel = Funnel(options)
 

@@ -11,16 +11,12 @@ import abc
 import asyncio
 import logging
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nvidia_resiliency_ext.shared_utils._funnel.shared import SERVICE
+from nvidia_resiliency_ext.shared_utils._funnel.shared import SERVICE, Access
 
 from . import chunks
 from .chunks import Refusal
-
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
-
 
 ERRORS_IN_ACKS = ("nvrx-errors", "ack")
 _MAX_ID_CHARS = 256
@@ -227,8 +223,7 @@ class Service(abc.ABC):
 
     async def _check_access(self, context: Any) -> None:
         """End the call unless it carries the job's token."""
-        token = self._access.token
-        if token is not None and not self._access.admits(context.invocation_metadata() or ()):
+        if not self._access.admits(context.invocation_metadata() or ()):
             reason = "the job's token is missing or wrong (metadata 'authorization: Bearer ...')"
             self.logger.warning("a call from %s is refused: %s", context.peer(), reason)
             await _abort(context, Refusal("UNAUTHENTICATED", reason))

@@ -1,29 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One log and its streams: what is acknowledged, what comes again, where a line ends."""
+"""One log and its streams: what is acknowledged, what comes again, whose a line is."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from .chunks import NEWLINE_BYTE
-from .files import IOV_MAX
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from .chunks import Refusal
-    from .cycles import CycleFile
-    from .files import LogFile, Piece, Place
-
+from .chunks import NEWLINE_BYTE, Refusal
+from .cycles import CycleFile
+from .files import IOV_MAX, LogFile, Piece, Place
 
 _BATCH_BYTES = 4 << 20
 _CAREFUL_BATCH_BYTES = 64 << 10
 _NEWLINE = b"\n"
 # A chunk may need a newline before it and one after it.
 _BATCH_CHUNKS = IOV_MAX // 2
+_PREFIX = re.compile(rb"^ *(\d{1,9}): ", re.MULTILINE)
 
 
 @dataclass(slots=True, eq=False)
@@ -194,3 +189,14 @@ class Source:
     def refuse(self, refusal: Refusal) -> None:
         """Take nothing more; the first reason stays."""
         self.refusal = self.refusal or refusal
+
+
+def claim(data: memoryview, node_id: str, owners: dict[bytes, str]) -> tuple[str, str] | None:
+    """Note a node's prefixes, unless one is another node's."""
+    found = set(_PREFIX.findall(data))
+    for prefix in found:
+        owner = owners.get(prefix, node_id)
+        if owner != node_id:
+            return prefix.decode(), owner
+    owners.update(dict.fromkeys(found, node_id))
+    return None
