@@ -62,7 +62,9 @@ class Rig:
         return self.funnel.offer(source, chunk, len(data) + 50)
 
     def settle(self, source: Source, timeout_s: float = WAIT_S) -> bool:
-        return self.funnel.wait_settled(source, Deadline.after(timeout_s))
+        return self.funnel.wait(
+            source, lambda it: it.is_settled or it.refusal is not None, timeout_s
+        )
 
     def until_writing(self, target: Target) -> None:
         """Wait until a writer has taken what waits for a target; there is no event for it."""

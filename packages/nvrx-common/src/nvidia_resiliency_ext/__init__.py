@@ -9,8 +9,7 @@ __path__ = extend_path(__path__, __name__)
 
 def distribution_versions() -> dict[str, str]:
     """Return the installed version of each nvrx distribution, keyed by its name."""
-    from importlib.metadata import distributions
+    from nvidia_resiliency_ext.shared_utils.doctor import installed_versions
 
-    # What an interrupted pip leaves has no name.
-    found = {name: dist.version for dist in distributions() if (name := dist.metadata["Name"])}
-    return {name: version for name, version in sorted(found.items()) if name.startswith("nvrx-")}
+    found = installed_versions()
+    return {name: found[name] for name in sorted(found) if name.startswith("nvrx-")}

@@ -112,9 +112,13 @@ class LogAggregationServicer:
         sources: dict[str, Source] = {}
         # Who leaves must not keep a thread of gRPC's pool for as long as a file hangs.
         has_left = threading.Event()
-        add_callback = getattr(context, "add_callback", None)  # a stand-in may have none
-        if add_callback is not None and not add_callback(lambda: self._funnel.leave(has_left)):
+        add_callback = getattr(context, "add_callback", lambda _call: True)  # a stand-in has none
+        if not add_callback(lambda: self._funnel.leave(has_left)):
             has_left.set()
+
+        def is_answered(source: Source) -> bool:
+            return source.is_settled or source.refusal is not None or has_left.is_set()
+
         with self._counted_client():
             try:
                 self._read(request_iterator, sources, has_left)
@@ -124,12 +128,11 @@ class LogAggregationServicer:
                 for source in sources.values():
                     self._funnel.finish(source, is_clean=True)
             for source in sources.values():
-                while not self._funnel.wait_settled(source, Deadline.after(_PATIENCE_S), has_left):
+                while not self._funnel.wait(source, is_answered, _PATIENCE_S):
                     if self._funnel.queue.has_ended:
                         ending = Refusal("UNAVAILABLE", "the server ended before all was written")
                         return self._abort(context, sources, ending)
-                    status = self._funnel.trouble_of(source)
-                    if status:
+                    if status := self._funnel.trouble_of(source):
                         written = sum(item.written_bytes for item in sources.values())
                         return pb.StreamResponse(status=status, bytes_received=written)
                 if source.refusal is not None:
@@ -184,6 +187,9 @@ class LogAggregationServicer:
     def _read(
         self, requests: Iterable[Any], sources: dict[str, Source], has_left: threading.Event
     ) -> None:
+        def is_admitted(source: Source) -> bool:
+            return source.waiting is None or self._funnel.queue.is_closed or has_left.is_set()
+
         for request in requests:
             # A test or a program in process may leave out what it does not use.
             stream_id = getattr(request, "stream_id", "")
@@ -197,7 +203,7 @@ class LogAggregationServicer:
                 getattr(request, "seq", 0),
             )  # fmt: skip
             if not self._funnel.offer(source, chunk, len(data)):
-                self._funnel.wait_admitted(source, has_left)
+                self._funnel.wait(source, is_admitted)
                 if source.waiting is not None:
                     why = "the client has left" if has_left.is_set() else "the server is ending"
                     raise Refusal("UNAVAILABLE", why)

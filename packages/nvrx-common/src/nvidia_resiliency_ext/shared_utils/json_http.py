@@ -10,11 +10,10 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-if TYPE_CHECKING:
-    from nvidia_resiliency_ext.shared_utils.credentials import TokenFile
+from nvidia_resiliency_ext.shared_utils.credentials import TokenFile
 
 __all__ = ["Endpoint", "JsonConnection", "parse_endpoint"]
 

@@ -12,9 +12,9 @@ import json
 import os
 import stat
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from nvidia_resiliency_ext import distribution_versions
 
@@ -26,9 +26,6 @@ from ._report.text import follow, render_text, terminal_width
 from ._report.timeline import Timeline
 from .console import plain, write_err, write_out
 from .os_utils import atomic_write
-
-if TYPE_CHECKING:
-    from argparse import Namespace
 
 __all__ = [
     "build_timeline",
@@ -180,8 +177,6 @@ def _followed(path: str) -> str:
 
 
 def _parse(argv: Sequence[str]) -> Namespace:
-    from argparse import ArgumentParser
-
     from .completion import PrintCompletion
 
     parser = ArgumentParser(

@@ -10,16 +10,12 @@ import socket
 import sys
 import tarfile
 import time
-from typing import TYPE_CHECKING
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
 
 from nvidia_resiliency_ext.shared_utils.console import plain, write_err, write_out
 from nvidia_resiliency_ext.shared_utils.os_utils import open_regular_file
 from nvidia_resiliency_ext.shared_utils.redaction import REDACTED, is_secret_name, redact
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import Callable, Mapping, Sequence
-
 
 _LONGEST_NAME = 80
 _LOG_END_BYTES = 256 * 1024
@@ -218,8 +214,6 @@ def main(argv: Sequence[str], report_texts: Callable[[Sequence[str]], Mapping[st
 
 
 def _parse(argv: Sequence[str]) -> Namespace:
-    from argparse import ArgumentParser
-
     parser = ArgumentParser(
         prog="nvrx-report bundle",
         description="Put what a bug report needs into one archive: the record of events, the"

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 
@@ -77,20 +78,12 @@ class Funnel:
             source.targets.clear()
             source.current = None
 
-    def wait_settled(self, source: Source, deadline: Deadline, has_left: threading.Event) -> bool:
-        """Wait until all of a source is in its files, it is refused, or has left; for threads."""
+    def wait(
+        self, source: Source, holds: Callable[[Source], bool], timeout_s: float | None = None
+    ) -> bool:
+        """Wait until `holds`, asked when a source or the queue changes, is true; for threads."""
         with self.queue.settled:
-            return self.queue.settled.wait_for(
-                lambda: source.is_settled or source.refusal is not None or has_left.is_set(),
-                deadline.timeout(),
-            )
-
-    def wait_admitted(self, source: Source, has_left: threading.Event) -> None:
-        """Wait until the source's waiting chunk has space or is refused, or its client has left."""
-        with self.queue.settled:
-            self.queue.settled.wait_for(
-                lambda: source.waiting is None or self.queue.is_closed or has_left.is_set()
-            )
+            return self.queue.settled.wait_for(lambda: holds(source), timeout_s)
 
     def leave(self, has_left: threading.Event) -> None:
         """Note that a client has left, for the thread that waits in its call."""
