@@ -6,6 +6,7 @@ import pickle
 import pytest
 
 from nvidia_resiliency_ext.shared_utils import errors
+from nvidia_resiliency_ext.shared_utils.events import EventFileError
 
 EXAMPLES = [
     errors.ConfigError("x"),
@@ -16,6 +17,7 @@ EXAMPLES = [
     errors.UnsafePathError(40, "a link", "/x"),
     errors.PathOutsideRootsError(1, "outside", "/x"),
     errors.ChildStartError(("prog", "-x"), "no such file"),
+    EventFileError("/x/events.jsonl", "is empty"),
 ]
 
 

@@ -80,8 +80,7 @@ class FakeNodeDaemon:
 
         arguments = list(nvhcd_pb2.HealthCheckRequest.FromString(request).args)
         self.requests.append(arguments)
-        instead = None if self._handler is None else self._handler(arguments)
-        if instead is not None:
+        if self._handler is not None and (instead := self._handler(arguments)) is not None:
             return instead
         answer: bytes = nvhcd_pb2.HealthCheckResponse(**self.answer).SerializeToString()
         return answer

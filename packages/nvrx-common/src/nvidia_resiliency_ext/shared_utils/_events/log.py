@@ -342,8 +342,7 @@ class EventLog:
         the first nothing is recorded (``NULL_EVENTS``). Without the second another launcher has
         started this process; its children share a file.
         """
-        directory = os.environ.get("NVRX_EVENT_DIR")
-        if not directory:
+        if not (directory := os.environ.get("NVRX_EVENT_DIR")):
             return NULL_EVENTS
         launch_id = os.environ.get("NVRX_LAUNCH_ID")
         if not launch_id:

@@ -29,10 +29,12 @@ class EventFileError(NvrxError, ValueError):
     """File `path` is not a file of events, or cannot be read; `why` says what is wrong."""
 
     def __init__(self, path: str, why: str) -> None:
-        """Name the file and what is wrong with it."""
-        super().__init__(f"{path}: {why}")
+        super().__init__(path, why)
         self.path = path
         self.why = why
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,11 @@ class NoRestartRequested(Exception):  # noqa: N818  # the name is public
     """
 
     def __init__(self, reason: str, message: str | None = None) -> None:
-        super().__init__(message or f"no restart was requested: {reason}")
+        super().__init__(reason, message)
         self.reason = reason
+
+    def __str__(self) -> str:
+        return self.args[1] or f"no restart was requested: {self.reason}"
 
 
 class RankMonitorClientError(NvrxError):

@@ -53,8 +53,11 @@ class SameMachineReplicationException(CheckpointingException):
     """
 
     def __init__(self, ckpt_id: CkptID) -> None:
-        super().__init__(f"all copies of {ckpt_id} lie on the same machine")
+        super().__init__(ckpt_id)
         self.ckpt_id = ckpt_id
+
+    def __str__(self) -> str:
+        return f"all copies of {self.ckpt_id} lie on the same machine"
 
 
 @dataclass
