@@ -2,6 +2,7 @@
 """A budget of restarts that refills."""
 
 from nvidia_resiliency_ext.fault_tolerance._agent import decide
+from nvidia_resiliency_ext.fault_tolerance._core import machine
 from nvidia_resiliency_ext.fault_tolerance._core.machine import BudgetChanged, Node, Policy
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Entry, Phase
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Budget, RefillingBudget
@@ -31,9 +32,9 @@ def test_a_launcher_that_comes_late_counts_what_the_others_know():
 def test_the_number_told_wins_over_the_number_of_the_cycle():
     """With a budget that refills, a high cycle number alone ends nothing."""
     node = Node(Policy(2, 1.0, 1.0, 93), cycle=9)
-    assert decide.restarts_left(node) == 0
+    assert machine.restarts_left(node) == 0
     node, effects = decide.decide(node, BudgetChanged(2))
-    assert (decide.restarts_left(node), effects) == (2, ())
+    assert (machine.restarts_left(node), effects) == (2, ())
 
 
 def test_the_hosts_budget_counts_recent_restarts():
