@@ -2,7 +2,7 @@
 """The barrier rendezvous as torch's elastic agent uses one, over a store that the caller brings.
 
 `ft_launcher` uses the same rounds without this module. Exactly `min_nodes` nodes work; the
-    others are spare nodes.
+others are spare nodes.
 """
 
 from __future__ import annotations

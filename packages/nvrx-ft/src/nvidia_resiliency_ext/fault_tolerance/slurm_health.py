@@ -2,8 +2,8 @@
 """`nvrx-slurm-health`: writes which units of a Slurm job have nodes that Slurm calls unavailable.
 
 Run it in the batch script, or next to `nvrx-control`; launchers read its file with
-    `--ft-segment-health-check-dir`. Each run calls `sinfo` and `squeue` once. Owns the calls of
-    Slurm and the meaning of their output; `_health/segment_health.py` owns the file.
+`--ft-segment-health-check-dir`. Each run calls `sinfo` and `squeue` once. Owns the calls of
+Slurm and the meaning of their output; `_health/segment_health.py` owns the file.
 """
 
 from __future__ import annotations
