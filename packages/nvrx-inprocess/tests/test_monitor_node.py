@@ -7,9 +7,9 @@ import queue
 import signal
 import stat
 import struct
+import sys
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +30,26 @@ from nvidia_resiliency_ext.shared_utils.wire import receive_message, send_messag
 pytestmark = pytest.mark.slow
 
 PROGRAMS = Path(__file__).parent / "programs"
+# A user's store factory, whose module notes when another thread imports at the same time.
+MEETING = """
+import contextlib
+import threading
+
+both = threading.Barrier(2)
+together = []
+
+
+def meet():
+    with contextlib.suppress(threading.BrokenBarrierError):
+        both.wait(0.2)
+        together.append(True)
+"""
+FACTORY = """
+import meeting
+from torch.distributed import HashStore as make
+
+meeting.meet()
+"""
 FAST = {
     "interval_s": 0.02,
     "heartbeat_interval_s": 0.1,
@@ -301,31 +321,30 @@ def test_monitor_that_dies_while_a_rank_comes(make) -> None:
     assert lab.ranks[1].expect("attached")[1] != dying
 
 
-def test_threads_import_for_their_stores_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_import_for_their_stores_in_turn(tmp_path: Path, monkeypatch) -> None:
     """Two threads that import torch at once are a deadlock to Python, which loses the store."""
-    both = threading.Barrier(2)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "meeting.py").write_text(MEETING)
+    factories = ("one_store", "other_store")
+    for name in factories:
+        (tmp_path / f"{name}.py").write_text(FACTORY)
+    opened = []
 
-    def load_named(*_: str) -> Callable[[], None]:
-        with contextlib.suppress(threading.BrokenBarrierError):
-            both.wait(0.2)
-            together.append(True)
-        return lambda: None
+    def open_store(name: str) -> None:
+        settings = SimpleNamespace(
+            store_factory=f"{name}:make", store_file="", store_kwargs="{}", prefix=""
+        )
+        opened.append(store_threads.open_iteration_store(settings))
 
-    together: list[bool] = []
-    monkeypatch.setattr(store_threads.messages, "load_named", load_named)
-    monkeypatch.setattr(store_threads, "IterationStore", lambda *_: None)
-    settings = SimpleNamespace(
-        store_factory=store_threads.CONNECT, store_file="", store_kwargs="{}", prefix=""
-    )
-    threads = [
-        threading.Thread(target=store_threads.open_iteration_store, args=(settings,))
-        for _ in range(2)
-    ]
+    threads = [threading.Thread(target=open_store, args=(name,)) for name in factories]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20.0)
-    assert not together
+    meeting = sys.modules["meeting"]
+    for name in ("meeting", *factories):
+        del sys.modules[name]
+    assert (len(opened), meeting.together) == (2, [])
 
 
 @pytest.mark.parametrize("is_with_torch", [False, True])
