@@ -298,6 +298,34 @@ def test_dumps_are_found_as_the_caller_says(tmp_path):
     assert str(hung.guilty) in done.fr_result.hanging_ranks
 
 
+def test_dumps_of_few_jobs_are_analysed_at_once(tmp_path):
+    """Many jobs that end together take turns: the dumps of each may fill gigabytes."""
+    logs = [tmp_path / f"{number}.log" for number in range(6)]
+    running: list[str] = []
+    counts = []
+
+    class Slow(fr_support.TraceAnalyzer):
+        def discover_fr_dump_path(self, log_path):
+            return log_path
+
+        async def analyze_fr_dump(self, dump_path):
+            running.append(dump_path)
+            counts.append(len(running))
+            await asyncio.sleep(0.02)
+            running.remove(dump_path)
+
+    async def scenario():
+        analyzer = Analyzer(str(tmp_path), times=FAST, trace_analyzer=Slow())
+        for log in logs:
+            log.write_text("hello\n")
+            await analyzer.submit(str(log), analysis_intent="terminal", log_complete=True)
+        await asyncio.gather(*(analyzer.analyze(str(log)) for log in logs))
+        await analyzer.shutdown_async()
+
+    asyncio.run(scenario())
+    assert (len(counts), max(counts)) == (6, 2)
+
+
 def test_repeats_stop_across_cycles(tmp_path):
     """Cycles of one job that fail alike without progress end in STOP, though logs overlap."""
 

@@ -62,6 +62,7 @@ logger = logging.getLogger("nvrx")
 
 _PREVIEW_BYTES = 4096
 _READERS = 2
+_TRACES_AT_ONCE = 2  # each may take gigabytes and several processes
 _MOST_GROWING = 64
 _GRACE_S = 600.0
 _LONGEST_NAME = 256
@@ -144,6 +145,7 @@ class Analyzer:
         self._is_lib = use_lib_log_analysis
         self._refine = log_sage
         self._traces = trace_analyzer or TraceAnalyzer(self.allowed_root)
+        self._trace_turn = asyncio.Semaphore(_TRACES_AT_ONCE)
         self._times = times or SessionTimes()
         self._history = history or JobHistory()
         self._journal = journal
@@ -499,6 +501,7 @@ class Analyzer:
             times=self._times,
             pool=self._pool,
             traces=self._traces,
+            trace_turn=self._trace_turn,
             policy=self._policy,
         )
         if key in self._ended:

@@ -77,6 +77,7 @@ class LogSession:
         times: How to wait.
         pool: Where to read.
         traces: Finds and analyses the dumps when the verdict is made.
+        trace_turn: Held while they are analysed.
         policy: Retries that a site allows; None: the defaults.
 
     Attributes:
@@ -98,6 +99,7 @@ class LogSession:
         times: SessionTimes,
         pool: Executor,
         traces: TraceAnalyzer,
+        trace_turn: asyncio.Semaphore,
         policy: engine.RetryPolicy | None = None,
     ) -> None:
         self.path = path
@@ -110,6 +112,7 @@ class LogSession:
         self._times = times
         self._pool = pool
         self._traces = traces
+        self._trace_turn = trace_turn
         self._cycle_id = cycle_id
         self._attempt_index = attempt_index
         self._earlier_end = LogEnd()
@@ -160,7 +163,8 @@ class LogSession:
                     find = self._traces.discover_fr_dump_path
                     self.dump_path = await loop.run_in_executor(self._pool, find, self.path)
                     if self.dump_path is not None:
-                        self.fr_result = await self._traces.analyze_fr_dump(self.dump_path)
+                        async with self._trace_turn:
+                            self.fr_result = await self._traces.analyze_fr_dump(self.dump_path)
                     return await loop.run_in_executor(self._pool, self._finish)
                 if self._terminal_s is None and now - self._last_growth_s > self._times.idle_s:
                     state = state_of(self.path)
