@@ -20,6 +20,7 @@ from nvidia_resiliency_ext.attribution.restart_agent import (
     load_restart_agent_config,
     parse_restart_agent_config,
 )
+from nvidia_resiliency_ext.services.attrsvc.settings import Settings
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 
 SCHEMA = {"schema_version": "restart_agent_config.v1"}
@@ -269,3 +270,34 @@ def test_service_takes_the_retries_of_a_file(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"agent\.json"):
         AttributionController(AttributionControllerConfig(str(tmp_path)))
     assert actions[1][0] == "STOP"
+
+
+def test_service_asks_no_model_of_a_file_when_that_is_switched_off(tmp_path, monkeypatch):
+    """The variable for a model's refinement counts for the models of a file, too."""
+    pytest.importorskip("httpx")
+    path, log = tmp_path / "agent.json", tmp_path / "job.log"
+    log.write_text(EXCEPTION)
+    switch = "NVRX_ATTRSVC_RESTART_AGENT_ENRICHMENT_ENABLED"
+    environ = {"NVRX_ATTRSVC_ALLOWED_ROOT": str(tmp_path)}
+    environ["NVRX_ATTRSVC_RESTART_AGENT_CONFIG"] = str(path)
+
+    async def asked(config, requests):
+        controller = AttributionController(config)
+        await controller.submit_log(str(log), analysis_intent="terminal", log_complete=True)
+        await controller.analyze_log(str(log))
+        for _ in range(20):
+            await asyncio.sleep(0.02)
+            if requests:
+                break
+        await controller.shutdown_async()
+        return len(requests)
+
+    with serving(completion(answer("STOP", "user.config_error", "workload", 1))) as (url, requests):
+        route = {"id": "a", "model": "m", "base_url": url}
+        path.write_text(json.dumps({**SCHEMA, "model_routes": [route]}))
+        for value, count in (("0", 0), ("1", 1)):
+            monkeypatch.setenv(switch, value)
+            settings = Settings.from_environ({**environ, switch: value})
+            assert asyncio.run(asked(settings.controller_config(), requests)) == count
+    with pytest.raises(ConfigError, match=switch):
+        Settings.from_environ({**environ, switch: "perhaps"})

@@ -84,8 +84,8 @@ class AttributionAnalysisConfig:
         compute_timeout: Seconds from the end of a job to its result.
         times: Wait times for growing logs.
         max_growing: Logs of running jobs that are read at the same time.
-        model: Model that refines each verdict; None: the first route of `restart_agent`, else as
-            `refine.service_model_settings` says.
+        model: Model that refines each verdict; None: as `refine.service_model_settings` says,
+            with the routes of `restart_agent`.
         restart_agent: Retries, and models; None: that in the file of
             NVRX_ATTRSVC_RESTART_AGENT_CONFIG, if it is set.
     """
@@ -187,10 +187,8 @@ class AttributionController:
         if agent is None and path:
             agent = load_restart_agent_config(path)
         model = config.analysis.model
-        if model is None and agent is not None:
-            model = next(iter(agent.routes.values()), None)
-        elif model is None:
-            model = service_model_settings(os.environ)
+        if model is None:
+            model = service_model_settings(os.environ, None if agent is None else agent.routes)
         self._posters = _posters(config.postprocessing)
         state = config.cache.state_dir
         if state is not None:

@@ -149,7 +149,9 @@ def model_settings_from_environ(
     return ModelSettings(**given, api_key=load_llm_api_key())
 
 
-def service_model_settings(environ: Mapping[str, str]) -> ModelSettings | None:
+def service_model_settings(
+    environ: Mapping[str, str], routes: Mapping[str, ModelSettings] | None = None
+) -> ModelSettings | None:
     """Return the model that a service asks about each verdict; None: no model is asked.
 
     `NVRX_ATTRSVC_RESTART_AGENT_ENRICHMENT_ENABLED` (1 or 0) decides; without it, a model is asked
@@ -157,6 +159,7 @@ def service_model_settings(environ: Mapping[str, str]) -> ModelSettings | None:
 
     Args:
         environ: The environment.
+        routes: Models of a configuration: unless the variable is 0, the first one is asked.
 
     Raises:
         ConfigError: A value is wrong, or asking is switched on without an address.
@@ -166,6 +169,8 @@ def service_model_settings(environ: Mapping[str, str]) -> ModelSettings | None:
         raise ConfigError(f"{_SERVICE_SWITCH}={text!r:.100}: must be 1 or 0")
     if text in _NO:
         return None
+    if routes is not None:
+        return next(iter(routes.values()), None)
     settings = model_settings_from_environ(environ)
     if settings is None and text:
         raise ConfigError(f"{_SERVICE_SWITCH} is set, but no address: set NVRX_LLM_BASE_URL")

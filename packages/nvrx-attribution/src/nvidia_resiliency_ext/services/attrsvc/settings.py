@@ -207,10 +207,8 @@ class Settings:
         channel = environ.get("SLACK_CHANNEL", "")
         token = load_slack_bot_token() if channel else ""
         file = environ.get(AGENT_CONFIG_VARIABLE)
-        if file:
-            given["restart_agent"] = load_restart_agent_config(file)
-        else:
-            given["model"] = service_model_settings(environ)
+        agent = given["restart_agent"] = load_restart_agent_config(file) if file else None
+        given["model"] = service_model_settings(environ, None if agent is None else agent.routes)
         return cls(**given, slack_bot_token=token, slack_channel=channel)
 
     @property
