@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Profiling events keep their line format and their order, and never hurt the caller."""
 
+import contextlib
 import json
 import logging
 import re
@@ -144,6 +145,26 @@ def test_file_that_cannot_be_written(
         profiler.record_event(ProfilingEvent.FAILURE_DETECTED)
     assert not (tmp_path / "target").exists()
     assert len([each for each in log.records if each.levelno == logging.WARNING]) == 1
+
+
+def test_pipe_that_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    """What does not fit into a pipe that nobody empties is lost with a warning."""
+    import os
+
+    os.mkfifo(tmp_path / "fifo")
+    reader = os.open(tmp_path / "fifo", os.O_RDWR | os.O_NONBLOCK)
+    try:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(reader, b"x" * 4096)
+        monkeypatch.setenv("NVRX_PROFILING_FILE", str(tmp_path / "fifo"))
+        FaultToleranceProfiler().record_event(ProfilingEvent.FAILURE_DETECTED)
+    finally:
+        os.close(reader)
+    (warning,) = [each for each in log.records if each.levelno == logging.WARNING]
+    assert "events are not written" in warning.getMessage()
 
 
 def test_shared_instance(monkeypatch: pytest.MonkeyPatch) -> None:

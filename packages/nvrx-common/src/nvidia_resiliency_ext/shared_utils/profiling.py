@@ -152,7 +152,7 @@ class FaultToleranceProfiler:
             line = json.dumps(asdict(record)) + "\n"
             # Opened each time: events are rare, and the file may be moved away in between.
             with open(os.open(path, flags | os.O_NONBLOCK, 0o600), "wb", 0) as file:
-                file.write(line.encode())
+                os.write(file.fileno(), line.encode())  # `file.write` tells of no full pipe
         except (OSError, ValueError) as error:
             complained, self._complained = self._complained, True
             if not complained:
