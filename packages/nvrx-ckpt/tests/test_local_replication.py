@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import pickle
 import resource
 import socket
 import subprocess
@@ -381,6 +382,19 @@ def test_a_copy_with_other_bytes_is_refused(server, tmp_path, monkeypatch):
     assert "other bytes than the original: w" in problem
     assert server.wait_for_stores(20)
     assert os.listdir(tmp_path / "1") == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PeerError(Peer(1, "node1", 7, TOKEN, 2.0), OSError(errno.ENOSPC, "no space")),
+        SameMachineReplicationException((3, 0, "session")),
+    ],
+)
+def test_errors_keep_their_fields_when_they_are_copied(error):
+    """Another process gets such an error as it was raised."""
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
 
 
 def test_who_does_not_know_the_token_gets_and_gives_nothing(server):

@@ -38,6 +38,11 @@ class PeerError(NvrxError, OSError):
     def __init__(self, peer: Peer, reason: object) -> None:
         super().__init__(f"rank {peer.rank} at {peer.host}:{peer.port}: {reason}")
         self.peer = peer
+        self._reason = str(reason)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle it with both fields; the base class would lose the peer, and not come back."""
+        return type(self), (self.peer, self._reason)
 
 
 @dataclass(frozen=True)
