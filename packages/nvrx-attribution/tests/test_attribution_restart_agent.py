@@ -172,6 +172,19 @@ def test_declared_recovery(tmp_path):
     assert decisions["without"] == ["general_retry_available", *["retry_budget_exhausted"] * 2]
 
 
+def test_no_retry_at_all(tmp_path):
+    """Where a file allows no retry, the first failure ends the job."""
+    log = tmp_path / "job.log"
+    skip = {"id": "bad_token_retry_then_skip", "allowed_retries": 0}
+    bounded = {"retry_policy": {"bounded_retry_allowed_retries": 0}}
+    segfault = "[rank0]: Fatal Python error: Segmentation fault\n"
+    for given, text in ((bounded, segfault), ({"declared_recovery_capabilities": [skip]}, NAN)):
+        log.write_text(STEP.format(1) + text)
+        with build_restart_agent_runtime(parsed(**given)) as agent:
+            found = agent.analyze(RestartAgentRequest(str(log), "j", 0))
+        assert (found["decision"], found["decision_basis"]) == ("STOP", "retry_budget_exhausted")
+
+
 def test_growing_log(tmp_path):
     """A log is read from start to end of the job in parts, and judged at both times."""
     log = tmp_path / "job.log"

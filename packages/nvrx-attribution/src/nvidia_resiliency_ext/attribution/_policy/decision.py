@@ -83,8 +83,8 @@ def decide(
     if code.stop_first and is_early and (not code.most_ranks or found.is_mass or found.is_single):
         text = "before any step was completed: another start meets the same"
         return Decision("STOP", hopeless, (), text)
-    if used >= budget > 0 or repeats.root >= ceiling:
-        if code.domain == "infrastructure" and exclude and repeats.on_node >= budget:
+    if used >= budget or repeats.root >= ceiling:
+        if code.domain == "infrastructure" and exclude and repeats.on_node >= max(1, budget):
             text = "again on the same node: start without it"
             return Decision("RESTART", state, exclude, text)
         text = f"retry_budget_exhausted: it came back {repeats.root} times without progress"
@@ -100,7 +100,8 @@ def _rule_of(code: Code, policy: RetryPolicy) -> tuple[str, int]:
         return "confirmation_retry", policy.confirmation_retries
     if code.bounded:
         return "bounded_retry", policy.bounded_retries
-    return "general_retry", code.budget
+    # A code that is only guessed ends no job the first time, whatever its table says.
+    return "general_retry", code.budget or policy.general_ceiling
 
 
 def _excluded(found: Diagnosis, code: Code, repeats: Repeats) -> tuple[str, ...]:
