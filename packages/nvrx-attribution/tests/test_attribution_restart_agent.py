@@ -83,6 +83,15 @@ def test_configuration(tmp_path):
     usual = {"routing": {"timeout_seconds": 9}, "model_defaults": {"temperature": 0}}
     (route,) = parse_restart_agent_config({**SCHEMA, **usual}, site).routes.values()
     assert (route.model, route.temperature, route.top_p, route.deadline_s) == ("m", 0, 0.5, 9)
+    for site, own in (
+        ({"NVRX_LLM_BASE_URL": "http://h/v1"}, {"model": "m"}),
+        ({"NVRX_LLM_MODEL": "m"}, {"base_url": "http://h/v1"}),
+    ):
+        for given in ({"model_defaults": own}, {"model_routes": [own]}):
+            (route,) = parse_restart_agent_config({**SCHEMA, **given}, site).routes.values()
+            assert (route.model, route.base_url) == ("m", "http://h/v1")
+    with pytest.raises(ConfigError, match="lacks model"):
+        parse_restart_agent_config(SCHEMA, {"NVRX_LLM_BASE_URL": "http://h/v1"})
     skip = {"id": "bad_token_retry_then_skip", "allowed_retries": 2}
     assert parsed(declared_recovery_capabilities=[skip]).policy.managed_retries == 2
     for change, text in (

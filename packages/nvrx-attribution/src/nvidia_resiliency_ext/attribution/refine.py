@@ -35,6 +35,7 @@ __all__ = [
     "bounded_verdict",
     "excerpt_of",
     "model_settings_from_environ",
+    "model_values_from_environ",
     "refine",
     "service_model_settings",
 ]
@@ -132,7 +133,24 @@ def model_settings_from_environ(
     Raises:
         ConfigError: A value is wrong; the message names the variable.
     """
-    given: dict[str, Any] = {"model": ""}
+    given = model_values_from_environ(environ)
+    asked = overrides or {}
+    given.update({n: asked[n] for n in _VARIABLES if n != "base_url" and asked.get(n) is not None})
+    if not given.get("base_url"):
+        return None
+    return ModelSettings(**{"model": "", **given}, api_key=load_llm_api_key())
+
+
+def model_values_from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return those settings of a model that are set in an environment, without the key.
+
+    Args:
+        environ: The environment.
+
+    Raises:
+        ConfigError: A value is no number; the message names the variable.
+    """
+    given: dict[str, Any] = {}
     for name, (convert, variables) in _VARIABLES.items():
         variable = next((each for each in variables if environ.get(each, "").strip()), None)
         if variable is not None:
@@ -142,11 +160,7 @@ def model_settings_from_environ(
             except ValueError:
                 message = f"{variable}={text!r:.100}: must be a number"
                 raise ConfigError(message) from None
-    asked = overrides or {}
-    given.update({n: asked[n] for n in _VARIABLES if n != "base_url" and asked.get(n) is not None})
-    if not given.get("base_url"):
-        return None
-    return ModelSettings(**given, api_key=load_llm_api_key())
+    return given
 
 
 def service_model_settings(

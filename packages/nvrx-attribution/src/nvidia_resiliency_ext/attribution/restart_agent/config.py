@@ -12,7 +12,7 @@ from typing import Any
 
 from nvidia_resiliency_ext.attribution.api_keys import load_llm_api_key
 from nvidia_resiliency_ext.attribution.engine import RetryPolicy
-from nvidia_resiliency_ext.attribution.refine import ModelSettings, model_settings_from_environ
+from nvidia_resiliency_ext.attribution.refine import ModelSettings, model_values_from_environ
 from nvidia_resiliency_ext.shared_utils.errors import ConfigError
 from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
 
@@ -164,8 +164,8 @@ def parse_restart_agent_config(
 ) -> RestartAgentConfig:
     """Return the configuration in a decoded JSON object `restart_agent_config.v1`.
 
-    A route of which model or address are not set takes those of NVRX_LLM_MODEL and
-    NVRX_LLM_BASE_URL; without routes these two are the only one, if they are set.
+    What a route and `model_defaults` leave out is as NVRX_LLM_MODEL, NVRX_LLM_BASE_URL and the
+    others say; without routes these are the only one, if they name an address.
 
     Args:
         mapping: The object.
@@ -278,9 +278,9 @@ def _routes(
     given = value.get("model_routes", [])
     if not isinstance(given, list):
         raise ConfigError("model_routes: must be a list")
-    site = model_settings_from_environ(environ)
-    usual = {} if site is None else asdict(site)
-    if not given and all(defaults[key] or usual.get(key) for key in ("model", "base_url")):
+    usual = model_values_from_environ(environ)
+    is_whole = all(defaults[key] or usual.get(key) for key in ("model", "base_url"))
+    if not given and (is_whole or "base_url" in usual):
         given = [{"id": "default"}]
     routes = {}
     for item in given:
