@@ -138,6 +138,14 @@ def test_log_cannot_speak_to_the_caller():
     assert "b" * 40 not in json.dumps(requests[0][2])
 
 
+def badly_packed(handler):
+    """Answer with bytes that are not packed as the reply says."""
+    handler.send_response(200)
+    handler.send_header("Content-Encoding", "gzip")
+    handler.end_headers()
+    handler.wfile.write(b"not gzip")
+
+
 @pytest.mark.parametrize(
     "reply",
     [
@@ -154,6 +162,7 @@ def test_log_cannot_speak_to_the_caller():
         (401, b"{}"),
         (302, b""),
         lambda handler: handler.connection.close(),
+        badly_packed,
         (200, b" " * (2 << 20)),
     ],
 )

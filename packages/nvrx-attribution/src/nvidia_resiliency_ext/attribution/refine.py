@@ -253,8 +253,8 @@ class ModelClient:
                     failure = str(error)
                 except (asyncio.TimeoutError, TimeoutError):
                     failure = f"no answer within {settings.timeout_s:g} s"
-                except self._httpx.TransportError as error:
-                    failure = f"cannot be reached: {type(error).__name__}"
+                except self._httpx.RequestError as error:
+                    failure = f"cannot be reached or read: {type(error).__name__}"
                 remaining_s = deadline.timeout()
                 if not left or (remaining_s is not None and remaining_s <= pause_s):
                     break
