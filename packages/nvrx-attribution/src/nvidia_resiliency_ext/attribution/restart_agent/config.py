@@ -291,7 +291,10 @@ def _routes(
         kept = {key: item for key, item in merged.items() if item is not None}
         name = own["id"] or kept.get("model", "")
         if name in routes or not {"model", "base_url"} <= set(kept):
-            raise ConfigError(f"model_routes: {name!r} is there twice, or lacks model or base_url")
+            raise ConfigError(
+                f"model_routes: {name!r} is there twice, or lacks model or base_url"
+                " (NVRX_LLM_MODEL, NVRX_LLM_BASE_URL)"
+            )
         routes[name] = ModelSettings(
             **kept,
             api_key=load_llm_api_key(),
