@@ -326,6 +326,35 @@ def test_dumps_of_few_jobs_are_analysed_at_once(tmp_path):
     assert (len(counts), max(counts)) == (6, 2)
 
 
+def test_verdict_does_not_wait_for_dumps_for_ever(tmp_path, caplog):
+    """Dumps that take too long to analyse leave the verdict to the log, of later jobs too."""
+    logs = [tmp_path / f"{number}.log" for number in range(3)]
+
+    class Hung(fr_support.TraceAnalyzer):
+        def discover_fr_dump_path(self, log_path):
+            return f"{log_path}.dumps"
+
+        async def analyze_fr_dump(self, dump_path):
+            del dump_path
+            await asyncio.Event().wait()
+
+    async def scenario():
+        analyzer = Analyzer(str(tmp_path), compute_timeout=1.0, times=FAST, trace_analyzer=Hung())
+        for log in logs:
+            log.write_text(OOM)
+            await analyzer.submit(str(log), analysis_intent="terminal", log_complete=True)
+        found = await asyncio.gather(*(analyzer.analyze(str(log)) for log in logs))
+        await analyzer.shutdown_async()
+        return found
+
+    found = asyncio.run(scenario())
+    assert [(one.status, one.recommendation["action"]) for one in found] == [
+        ("completed", "STOP")
+    ] * 3
+    assert found[0].fr_dump_path == f"{logs[0]}.dumps"
+    assert "0.log.dumps" in caplog.text
+
+
 def test_repeats_stop_across_cycles(tmp_path):
     """Cycles of one job that fail alike without progress end in STOP, though logs overlap."""
 

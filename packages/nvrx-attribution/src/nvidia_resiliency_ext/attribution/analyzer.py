@@ -63,6 +63,7 @@ logger = logging.getLogger("nvrx")
 _PREVIEW_BYTES = 4096
 _READERS = 2
 _TRACES_AT_ONCE = 2  # each may take gigabytes and several processes
+_TRACE_SHARE = 0.5  # of the time for a result: the log's verdict must still be in time
 _MOST_GROWING = 64
 _GRACE_S = 600.0
 _LONGEST_NAME = 256
@@ -99,7 +100,8 @@ class Analyzer:
         log_sage: Function (verdict) -> verdict, such as a model's refinement. Clients get the
             verdict of the rules at once, and the refined one in later requests; if it fails, the
             verdict does not change.
-        compute_timeout: Seconds from the end of a job to its result.
+        compute_timeout: Seconds from the end of a job to its result. Dumps that take more than half
+            of them leave the verdict to the log.
         grace_period_seconds: Time in which a result is used without checking the file.
         coalescer: Shares computations; default: a new one.
         trace_analyzer: Finds and analyses dumps; default: one for the same root.
@@ -502,6 +504,7 @@ class Analyzer:
             pool=self._pool,
             traces=self._traces,
             trace_turn=self._trace_turn,
+            trace_limit_s=self._compute_timeout_s * _TRACE_SHARE,
             policy=self._policy,
         )
         if key in self._ended:

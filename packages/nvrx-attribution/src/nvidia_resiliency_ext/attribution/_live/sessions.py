@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
 import threading
 import time
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = ["FileState", "LogSession", "SessionTimes", "state_of"]
+
+logger = logging.getLogger("nvrx")
 
 FileState = tuple[int, int, int, int]
 
@@ -78,6 +81,7 @@ class LogSession:
         pool: Where to read.
         traces: Finds and analyses the dumps when the verdict is made.
         trace_turn: Held while they are analysed.
+        trace_limit_s: Seconds after which the verdict is made without them.
         policy: Retries that a site allows; None: the defaults.
 
     Attributes:
@@ -100,6 +104,7 @@ class LogSession:
         pool: Executor,
         traces: TraceAnalyzer,
         trace_turn: asyncio.Semaphore,
+        trace_limit_s: float,
         policy: engine.RetryPolicy | None = None,
     ) -> None:
         self.path = path
@@ -113,6 +118,7 @@ class LogSession:
         self._pool = pool
         self._traces = traces
         self._trace_turn = trace_turn
+        self._trace_limit_s = trace_limit_s
         self._cycle_id = cycle_id
         self._attempt_index = attempt_index
         self._earlier_end = LogEnd()
@@ -163,8 +169,7 @@ class LogSession:
                     find = self._traces.discover_fr_dump_path
                     self.dump_path = await loop.run_in_executor(self._pool, find, self.path)
                     if self.dump_path is not None:
-                        async with self._trace_turn:
-                            self.fr_result = await self._traces.analyze_fr_dump(self.dump_path)
+                        await self._analyze_dumps(self.dump_path)
                     return await loop.run_in_executor(self._pool, self._finish)
                 if self._terminal_s is None and now - self._last_growth_s > self._times.idle_s:
                     state = state_of(self.path)
@@ -178,6 +183,23 @@ class LogSession:
     async def candidate(self) -> engine.Verdict:
         """Return the verdict about the log so far."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._look)
+
+    async def _analyze_dumps(self, path: str) -> None:
+        """Take in what the dumps say, unless that takes too long."""
+        deadline_s = time.monotonic() + self._trace_limit_s
+        try:
+            await asyncio.wait_for(self._trace_turn.acquire(), self._trace_limit_s)
+        except (asyncio.TimeoutError, TimeoutError):
+            logger.warning("%s: no verdict on the dumps %s: others take long", self.path, path)
+            return
+        work = asyncio.ensure_future(self._traces.analyze_fr_dump(path))
+        # A thread that goes on keeps the turn: it still has its memory.
+        work.add_done_callback(lambda _: self._trace_turn.release())
+        await asyncio.wait({work}, timeout=deadline_s - time.monotonic())
+        if work.done():
+            self.fr_result = work.result()
+        else:
+            logger.warning("%s: no verdict on the dumps %s: it takes long", self.path, path)
 
     def _look(self) -> engine.Verdict:
         while self._read():
