@@ -157,6 +157,22 @@ def test_history_ends_in_stop(tmp_path):
         assert response["decision"] == "RESTART"
 
 
+@pytest.mark.parametrize(
+    ("per_job", "total", "kept"),
+    [(2, 3, [("j", 2), ("k", 0), ("k", 1)]), (0, 3, []), (2, 0, [])],
+)
+def test_attempts_are_limited(tmp_path, per_job, total, kept):
+    """The oldest attempts of a job and of all are dropped; a limit of 0 keeps none."""
+    log = tmp_path / "job.log"
+    log.write_text(EXCEPTION)
+    limits = {"max_attempts_per_job": per_job, "max_total_records": total}
+    with build_restart_agent_runtime(parsed(runtime={"history": limits})) as agent:
+        for job, cycle in (("j", 0), ("j", 1), ("j", 2), ("k", 0), ("k", 1)):
+            agent.analyze(RestartAgentRequest(str(log), job, cycle))
+        records = agent.attempt_record_control.records()
+    assert [(record["job_id"], record["cycle_id"]) for record in records] == kept
+
+
 def test_declared_recovery(tmp_path):
     """A workload that skips bad data by itself gets the retries that it declares."""
     log = tmp_path / "job.log"

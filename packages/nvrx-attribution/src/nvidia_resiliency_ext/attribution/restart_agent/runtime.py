@@ -82,7 +82,8 @@ class AttemptRecordControl:
             kept.append(record)
             of_job = [r for r in kept if r["job_id"] == key[0]]
             dropped = {id(r) for r in of_job[: -self._per_job or None]}
-            self._records = [r for r in kept if id(r) not in dropped][-self._total :]
+            left = [r for r in kept if id(r) not in dropped]
+            self._records = left[max(0, len(left) - self._total) :]
 
     def before(self, job_id: str | None) -> list[dict[str, Any]]:
         """Return the attempts of a job in the form that the engine takes.
