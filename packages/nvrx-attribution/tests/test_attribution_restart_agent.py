@@ -232,6 +232,19 @@ def test_growing_log(tmp_path):
         assert missing["result_provenance"]["nvrx_use"] == "fallback_to_nvrx_default"
 
 
+def test_log_that_comes_after_the_start(tmp_path):
+    """A log that was not there when its job started is read when the job has ended."""
+    log = tmp_path / "job.log"
+    with build_restart_agent_runtime(parsed()) as agent:
+        found = agent.analyze(RestartAgentRequest(str(log), "j", 0, "progressive_start"))
+        assert found["decision_basis"] == "log_unavailable"
+        log.write_text(STEP.format(1) + EXCEPTION)
+        found = agent.analyze(RestartAgentRequest(str(log), "j", 0, "progressive_end"))
+        assert found["primary_failure"]["line"] == 2
+        with pytest.raises(ConfigError, match="progressive_start"):
+            agent.analyze(RestartAgentRequest(str(log), "j", 0, "progressive_end"))
+
+
 def test_models_are_asked_after_the_rules(tmp_path):
     """All routes are asked; the first with an answer counts, and the rules are out before."""
     pytest.importorskip("httpx")

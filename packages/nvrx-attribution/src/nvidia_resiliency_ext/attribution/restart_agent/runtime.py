@@ -130,6 +130,7 @@ class RestartAgentRuntime:
         )
         self._keeps = history["enabled"]
         self._growing: dict[str, _Growing] = {}
+        self._awaited: set[str] = set()  # started, but not there yet
         self._lock = threading.Lock()
 
     def analyze(
@@ -183,21 +184,11 @@ class RestartAgentRuntime:
         self.close()
 
     def _verdict(self, request: RestartAgentRequest) -> engine.Verdict:
-        path = request.log_path
         if request.analysis_mode == "terminal":
             growing = self._opened(request)
         else:
             with self._lock:
-                found = self._growing.get(path)
-                if found is None and request.analysis_mode == "progressive_end":
-                    raise ConfigError(f"{path}: ends, but progressive_start was not called")
-                if found is None and len(self._growing) >= _MOST_GROWING:
-                    raise ConfigError(f"{_MOST_GROWING} logs are being read already")
-                if found is None:
-                    found = self._growing[path] = self._opened(request)
-                elif request.analysis_mode == "progressive_end":
-                    del self._growing[path]
-                growing = found
+                growing = self._growing_of(request)
         with growing.lock:
             self._read(growing)
             if request.analysis_mode == "progressive_start":
@@ -207,6 +198,22 @@ class RestartAgentRuntime:
                 history = self.attempt_record_control.before(request.job_id)
                 growing.scanner.set_history(history if request.job_id is not None else None)
             return growing.scanner.finish()
+
+    def _growing_of(self, request: RestartAgentRequest) -> _Growing:
+        path, is_end = request.log_path, request.analysis_mode == "progressive_end"
+        known = path in self._growing or path in self._awaited
+        if is_end and not known:
+            raise ConfigError(f"{path}: ends, but progressive_start was not called")
+        if not known and len(self._growing) + len(self._awaited) >= _MOST_GROWING:
+            raise ConfigError(f"{_MOST_GROWING} logs are being read already")
+        if is_end:
+            self._awaited.discard(path)
+            return self._growing.pop(path, None) or self._opened(request)
+        if path not in self._growing:
+            self._awaited.add(path)
+            self._growing[path] = self._opened(request)
+            self._awaited.discard(path)
+        return self._growing[path]
 
     def _opened(self, request: RestartAgentRequest) -> _Growing:
         try:
