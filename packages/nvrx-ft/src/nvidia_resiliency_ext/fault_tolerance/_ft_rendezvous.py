@@ -42,7 +42,7 @@ class RendezvousSettings:
         min_nodes: The fewest nodes that work.
         max_nodes: The most; more stand by.
         timeout: How long its steps may take.
-        keep_alive_interval: Between two signs of life of a node.
+        keep_alive_interval: Between two lease renewals of a node.
         keep_alive_max_attempt: After how many intervals without one a node counts as lost; 3.
         upscaling_enabled: Whether a node that comes late opens the next round while there is room.
         use_infra_group_rank: Whether ranks follow the scheduler's order of nodes, where all have

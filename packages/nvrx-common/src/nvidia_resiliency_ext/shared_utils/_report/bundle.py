@@ -216,7 +216,7 @@ def main(argv: Sequence[str], report_texts: Callable[[Sequence[str]], Mapping[st
 def _parse(argv: Sequence[str]) -> Namespace:
     parser = ArgumentParser(
         prog="nvrx-report bundle",
-        description="Put what a bug report needs into one archive: the record of events, the"
+        description="Put what a bug report needs into one archive: the event files, the"
         " report, versions, the self-check, settings and the ends of logs, without secrets.",
     )
     parser.add_argument(

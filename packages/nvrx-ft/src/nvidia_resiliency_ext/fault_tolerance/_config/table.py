@@ -133,7 +133,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("orphan_workers", v.choice("kill", "keep"), "kill", FAULT_TOLERANCE,
         "What happens to workers whose launcher died."),
     Option("lease", v.INTERVAL, 5.0, FAULT_TOLERANCE,
-        "Time between signs of life of a node; after three times as long it counts as lost."),
+        "Time between lease renewals of a node; after three times as long it counts as lost."),
     Option("hang_evidence_timeout", v.SECONDS, 2.0, FAULT_TOLERANCE,
         "Longest wait for the stacks of a hung rank before it is killed; 0 takes none."),
     Option("preempt_signal", v.HANDLED_SIGNAL_OR_NONE, None, FAULT_TOLERANCE,

@@ -126,7 +126,7 @@ class MonitorServer:
         logger.info("%s", message)
 
     def record_fault(self, report: Mapping[str, Any]) -> None:
-        """Put a hang into the record of events; never waits."""
+        """Write the event of a hang; never waits."""
         if not self._start.run_id:
             return
         at, wall = time.monotonic(), time.time()

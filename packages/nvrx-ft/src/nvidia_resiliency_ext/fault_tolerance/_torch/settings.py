@@ -46,7 +46,7 @@ class Timeouts:
         join: For an open round to close.
         last_call: For more nodes to come when there are enough.
         close: For the end of the job to be told, and any other short answer.
-        heartbeat: Between two signs of life of a node.
+        heartbeat: Between two lease renewals of a node.
 
     Raises:
         ValueError: one of them is not positive; `last_call` may be zero.
