@@ -308,6 +308,31 @@ def test_a_token_that_is_replaced_costs_no_verdict(slurm, monitor_of, tmp_path, 
         assert job(monitor, "34").action == "STOP"
 
 
+def test_tries_for_a_result_outlast_the_waits_of_the_service(slurm, monkeypatch):
+    """Ten tries last longer than a service waits for the end of a log that still grows."""
+    asked, pauses = [], []
+
+    class Client:
+        is_refused = False
+
+        def get(self, query):
+            asked.append(query)
+            return 200, {"status": "in_flight"}
+
+        def close(self):
+            pass
+
+    with contextlib.closing(SlurmJobMonitor("unix:///none", partitions=[])) as monitor:
+        monitor._client.close()
+        monitor._client = Client()
+        monkeypatch.setattr(monitor._ended, "wait", pauses.append)
+        monitor.state.jobs["36"] = MonitoredJob("36", "u", "n", "/l", is_terminal_submitted=True)
+        monitor._fetch()
+        assert (len(asked), job(monitor, "36").problem) == (10, "the service has no result")
+    assert 120 <= sum(pauses) <= 180
+    assert pauses == sorted(pauses)
+
+
 def test_two_monitors_share_no_state(slurm, service, monitor_of, tmp_path):
     """A second monitor with the state file of a running one is refused."""
     state = str(tmp_path / "state.jsonl")

@@ -42,6 +42,7 @@ _MOST_TRIES = 10
 _MOST_MISSES = 3
 _MOST_LOOKS = 480  # a day at the default interval
 _RESULT_PAUSE_S = 2.0
+_PAUSE_GROWTH = 1.5  # all together 2.5 minutes: logs may grow for 40 s after a job's end
 
 
 class SlurmJobMonitor:
@@ -284,11 +285,11 @@ class SlurmJobMonitor:
                 job.is_done = True
 
     def _fetch(self) -> None:
-        """Ask for the results of all jobs that have ended, 10 times each at most.
+        """Ask for the results of all jobs that have ended, 10 times each at most in 2.5 minutes.
 
         A reply that may change, such as 401 or 503, ends this until the next look.
         """
-        for _ in range(_MOST_TRIES):
+        for tried in range(_MOST_TRIES):
             waiting = [job for job in self.state.open_jobs() if job.is_terminal_submitted]
             for job in waiting:
                 if self._ended.is_set():
@@ -304,7 +305,8 @@ class SlurmJobMonitor:
                     self._count("results")
                 elif job.tries >= _MOST_TRIES:
                     self._give_up(job, "the service has no result")
-            if all(job.is_done for job in waiting) or self._ended.wait(_RESULT_PAUSE_S):
+            pause_s = _RESULT_PAUSE_S * _PAUSE_GROWTH**tried
+            if all(job.is_done for job in waiting) or self._ended.wait(pause_s):
                 return
 
     def _give_up_old(self) -> None:
