@@ -355,6 +355,45 @@ def test_verdict_does_not_wait_for_dumps_for_ever(tmp_path, caplog):
     assert "0.log.dumps" in caplog.text
 
 
+def test_analysis_that_took_too_long_has_failed_for_pollers(tmp_path):
+    """Who does not wait is told of a timeout at once and for good; who waits has it tried again."""
+    log = tmp_path / "a.log"
+    log.write_text(OOM)
+    release = threading.Event()
+
+    class Slow(fr_support.TraceAnalyzer):
+        def discover_fr_dump_path(self, log_path):
+            del log_path
+            release.wait(30)
+
+    async def scenario():
+        analyzer = Analyzer(str(tmp_path), compute_timeout=0.3, times=FAST, trace_analyzer=Slow())
+
+        async def polled():
+            found = await analyzer.analyze(str(log), wait=False)
+            return (
+                found.status,
+                found.recommendation["action"],
+                analyzer.get_all_jobs()[0]["status"],
+            )
+
+        await analyzer.submit(str(log), analysis_intent="terminal", log_complete=True)
+        assert (await polled())[0] == "in_flight"
+        await asyncio.wait([*analyzer._background])  # until the time is over
+        assert await polled() == ("failed", "TIMEOUT", "failed")
+        release.set()
+        await asyncio.wait([*analyzer._tasks.values()])  # the log was read all the same
+        assert await polled() == ("failed", "TIMEOUT", "failed")
+        assert (await analyzer.analyze(str(log))).status == "completed"
+        assert await polled() == ("completed", "STOP", "completed")
+        await analyzer.shutdown_async()
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        release.set()
+
+
 def test_repeats_stop_across_cycles(tmp_path):
     """Cycles of one job that fail alike without progress end in STOP, though logs overlap."""
 

@@ -162,6 +162,7 @@ class Analyzer:
         self._complete: set[str] = set()
         self._evidence: dict[str, tuple[str, ...]] = {}
         self._failures: dict[str, str] = {}
+        self._overdue: set[str] = set()
         self._rested: dict[str, tuple[FileState | None, engine.Verdict]] = {}
         self._background: set[asyncio.Task[Any]] = set()
 
@@ -266,8 +267,9 @@ class Analyzer:
         kept = self.coalescer.peek(key)
         if kept is not None:
             return self._result(job, key, number, kept.value)
-        if key in self._failures and not self.coalescer.is_running(key):
-            return self._result(job, key, number, failed_reply(self._failures[key]))
+        failed = self._failed(key, is_final=not wait)
+        if failed is not None:
+            return self._result(job, key, number, failed)
         session = self._sessions.get(key)
         if not wait:
             rested = None if key in self._ended else self._rested.get(key)
@@ -343,7 +345,7 @@ class Analyzer:
             status = "pending"
             if kept is not None:
                 status = kept.value.get("status", "completed")
-            elif key in self._failures:
+            elif key in self._failures or key in self._overdue:
                 status = "failed"
             elif key in self._sessions:
                 status = "in_flight"
@@ -402,6 +404,7 @@ class Analyzer:
             for key in _keys(job):
                 self._ended.discard(key)
                 self._failures.pop(key, None)
+                self._overdue.discard(key)
                 self._rested.pop(key, None)
             if self._journal is not None:
                 self._journal.end(job.path)
@@ -434,6 +437,7 @@ class Analyzer:
             self.coalescer.forget(job.path)
             self._ended.discard(job.path)
             self._failures.pop(job.path, None)
+            self._overdue.discard(job.path)
             self._rested.pop(job.path, None)
 
     def _end(self, key: str, job: Job, evidence: tuple[str, ...], *, is_complete: bool) -> None:
@@ -443,6 +447,7 @@ class Analyzer:
         if self._is_outdated(key):
             self.coalescer.forget(key)
         self._failures.pop(key, None)
+        self._overdue.discard(key)
         self._rested.pop(key, None)
         if self.coalescer.peek(key) is None:
             evidence = self._evidence.setdefault(key, evidence)
@@ -524,6 +529,7 @@ class Analyzer:
 
     async def _converge(self, key: str, job: Job) -> dict[str, Any]:
         """Read a log to its end and return the reply; failures are remembered."""
+        self._overdue.discard(key)
         started_s = time.monotonic()
         try:
             verdict = None
@@ -536,6 +542,9 @@ class Analyzer:
                 verdict = await asyncio.shield(task)
         except (OSError, LogAnalyzerError) as error:
             self._failures[key] = str(error)
+            raise
+        except asyncio.CancelledError:  # by the coalescer: the time is over
+            self._overdue.add(key)
             raise
         finally:
             self._complete.discard(key)
@@ -566,6 +575,17 @@ class Analyzer:
             logger.exception("the verdict about %s is not refined", key)
         if self._on_complete is not None:
             self._on_complete(done)
+
+    def _failed(self, key: str, *, is_final: bool) -> dict[str, Any] | None:
+        """Return the reply about a failed analysis; one that took too long may be tried again."""
+        if self.coalescer.is_running(key):
+            return None
+        if key in self._failures:
+            return failed_reply(self._failures[key])
+        if key in self._overdue and is_final:
+            reason = f"{key}: not done within {self._compute_timeout_s:g} s"
+            return failed_reply(reason, "TIMEOUT")
+        return None
 
     def _result(self, job: Job, key: str, number: int, value: dict[str, Any]) -> Result:
         if job.mode is JobMode.SPLITLOG and job.files:
