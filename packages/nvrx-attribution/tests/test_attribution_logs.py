@@ -798,7 +798,10 @@ def test_program(tmp_path, capsys):
     assert "did you mean gpu.oom" in capsys.readouterr().err
     assert cli.main(["explain", f"{log}:2"]) == 0
     assert "rule gpu.oom -> gpu.oom (root)" in capsys.readouterr().out
-    assert cli.main(["explain", str(log)]) == 2
+    capsys.readouterr()
+    for place in (str(log), f"{log}:²", f"{log}:{'9' * 5000}"):
+        assert cli.main(["explain", place]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
     assert cli.main(["explain", f"{log}:99"]) == 3
     with pytest.raises(SystemExit, match="2"):
         cli.main(["analyse"])

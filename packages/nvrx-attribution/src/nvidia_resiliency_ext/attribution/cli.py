@@ -23,6 +23,7 @@ _EXIT_USAGE = 2
 _EXIT_UNREADABLE = 3
 _EXIT_BY_ACTION = {"RESTART": 0, "CONTINUE": 0, "STOP": 10, "UNKNOWN": 11}
 _NEIGHBOURS = 3
+_LONGEST_NUMBER = 18
 _LINE_BYTES = 64 * 1024
 
 
@@ -316,7 +317,8 @@ def _explain(args: argparse.Namespace) -> int:
     from nvidia_resiliency_ext.attribution._logs.dialects import LineReader
 
     path, _, number_text = args.place.rpartition(":")
-    if not path or not number_text.isdigit() or int(number_text) < 1:
+    is_number = number_text.isdecimal() and len(number_text) <= _LONGEST_NUMBER
+    if not path or not is_number or int(number_text) < 1:
         write_err("nvrx-attribution: give LOG:LINE, such as job.log:120\n")
         return _EXIT_USAGE
     registry = _load(args)
