@@ -12,6 +12,7 @@ import attribution_traces as simulated
 import pytest
 
 from nvidia_resiliency_ext.attribution import base, utils
+from nvidia_resiliency_ext.attribution._traces import table
 from nvidia_resiliency_ext.attribution.trace_analyzer import capture, fr_attribution, fr_support
 
 HEADER = "PGID | Process Group Desc | Op Type | Size | Dtype | Missing Ranks"
@@ -122,6 +123,26 @@ def test_result_and_its_forms(tmp_path):
     reply = {"result": {"analysis_text": "a", "hanging_ranks": "hanging ranks: [1]"}}
     assert fr_support.fr_result_from_mcp_module_response(reply).hanging_ranks.endswith("[1]")
     assert fr_support.fr_result_from_mcp_module_response({"error": "x"}) is None
+
+
+def test_dumps_whose_text_cannot_be_made(tmp_path, monkeypatch):
+    """A fault while the text is made is one of the analysis: no result, and nothing is raised."""
+
+    def fail(*_, **__):
+        raise KeyError("inside")
+
+    monkeypatch.setattr(table, "format_summary", fail)
+    folder, _ = folder_of(tmp_path)
+    assert asyncio.run(fr_support.analyze_fr_dump(folder)) is None
+
+
+def test_exported_text_about_dumps_is_bounded():
+    """Names in dumps are foreign text: without secrets, and of limited length, in a record."""
+    key = "sk-" + "a" * 24
+    long = fr_support.FRAnalysisResult(f"group {key}\n" + "x" * 100_000, "hanging ranks: [1]")
+    text = fr_support.fr_fields_for_dataflow_record("/d", long)["s_fr_analysis"]
+    assert text.startswith("group [redacted]\nx")
+    assert len(text) <= 1 << 14
 
 
 class WithAttributes:

@@ -15,6 +15,7 @@ from nvidia_resiliency_ext.attribution._core.errors import NoTraceError
 from nvidia_resiliency_ext.attribution._core.files import open_confined
 from nvidia_resiliency_ext.shared_utils.errors import PathOutsideRootsError
 from nvidia_resiliency_ext.shared_utils.os_utils import resolve_under_allowed_roots
+from nvidia_resiliency_ext.shared_utils.redaction import redact
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,6 +45,7 @@ _LINE_BYTES = 64 * 1024
 _DUMP_NAMES = "_dump_*"
 _RANKS_TEXT = re.compile(r"hanging ranks:\s*\[([\d,\s]*)\]")
 _LONGEST_RANK = 9
+_EXPORTED = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -154,15 +156,16 @@ def fr_result_from_mcp_module_response(resp: Any) -> FRAnalysisResult | None:
 def fr_fields_for_dataflow_record(
     path: str | None, result: FRAnalysisResult | None
 ) -> dict[str, Any]:
-    """Return the fields of an exported record about the dumps.
+    """Return the fields of an exported record about the dumps; their text without secrets, cut.
 
     Args:
         path: Where the dumps are.
         result: Their analysis.
     """
+    text = result.analysis_text if result is not None else ""
     return {
         "s_fr_dump_path": path or "",
-        "s_fr_analysis": result.analysis_text if result is not None else "",
+        "s_fr_analysis": redact(text[: 2 * _EXPORTED])[0][:_EXPORTED],
         "s_hanging_ranks": result.hanging_ranks if result is not None else "",
         "l_hanging_ranks": ranks_in(result.hanging_ranks) if result is not None else [],
     }
@@ -213,6 +216,8 @@ def _analyze(dump_path: str, allowed_root: str | None) -> FRAnalysisResult | Non
 
     try:
         analysis = analyze_traces(dump_path, allowed_root=allowed_root)
+        text = format_summary(analysis) + format_table(analysis, include_device_lag=True)
+        ranks, report = hanging_ranks_text(analysis.guilty_ranks), analysis.to_dict()
     except (NoTraceError, OSError) as error:
         logger.warning("no flight-recorder analysis: %s", error)
         return None
@@ -220,8 +225,7 @@ def _analyze(dump_path: str, allowed_root: str | None) -> FRAnalysisResult | Non
         # Boundary: a caller that asks for the traces of a dead job must get its log analysis.
         logger.exception("the flight-recorder analysis of %s failed", dump_path)
         return None
-    text = format_summary(analysis) + format_table(analysis, include_device_lag=True)
-    return FRAnalysisResult(text, hanging_ranks_text(analysis.guilty_ranks), analysis.to_dict())
+    return FRAnalysisResult(text, ranks, report)
 
 
 def _candidates(log_path: str, allowed_root: str | None) -> Iterator[str]:
