@@ -11,6 +11,7 @@ import sys
 
 import attribution_traces as simulated
 import pytest
+from attribution_model_server import answer, completion, serving
 
 from nvidia_resiliency_ext.attribution._live.sessions import SessionTimes
 from nvidia_resiliency_ext.attribution.analyzer import Analyzer
@@ -18,6 +19,7 @@ from nvidia_resiliency_ext.attribution.base import AttributionState, NVRxAttribu
 from nvidia_resiliency_ext.attribution.mcp_integration import (
     AttributionModuleRegistry,
     MultiServerClient,
+    NVRxMCPClient,
     create_args_from_dict,
     create_mcp_client,
     deserialize_result,
@@ -27,6 +29,7 @@ from nvidia_resiliency_ext.attribution.mcp_integration import (
     register_all_modules,
     run_distributed_attribution,
     serialize_result,
+    server,
     server_launcher,
 )
 from nvidia_resiliency_ext.attribution.mcp_integration.server import AttributionTools
@@ -215,6 +218,53 @@ def test_growing_log_that_rested_has_a_verdict(tmp_path):
     assert reply["recommendation"]["reason"].startswith("gpu.oom")
 
 
+def test_handles_of_growing_logs_are_bounded(tmp_path, monkeypatch):
+    """The handle that was given longest ago gives way; the newest ones have their verdict."""
+    monkeypatch.setattr(server, "_MOST_GROWING", 2, raising=False)
+
+    async def ask():
+        tools = AttributionTools(str(tmp_path))
+        handles = []
+        for name in "abac":
+            (tmp_path / f"{name}.log").write_text(OOM)
+            arguments = {"log_path": str(tmp_path / f"{name}.log")}
+            reply, _ = await tools.call("log_analyzer_progressive_start", arguments)
+            handles.append(reply["result_id"])
+        assert len(tools._growing) == 2
+        are_errors = [(await tools.call("get_result", {"result_id": h}))[1] for h in handles]
+        await tools.close()
+        return are_errors
+
+    assert asyncio.run(ask()) == [False, True, False, False]
+
+
+def test_reply_whose_model_failed_is_not_kept(tmp_path, monkeypatch):
+    """After a model failed the same call asks it again; only an answer of it is kept."""
+    pytest.importorskip("httpx")
+    log = tmp_path / "job.log"
+    log.write_text(STEP.format(1) + OOM)
+    job = simulated.make_job("host_stuck", 16, 1)
+    paths = {"log_path": str(log), "fr_path": str(simulated.write(job, tmp_path / "fr"))}
+    said = completion(answer("RESTART", "gpu.oom", "workload", 2))
+    monkeypatch.setenv("NVRX_LLM_MODEL", "m")
+
+    async def ask(name, arguments):
+        tools = AttributionTools(str(tmp_path))
+        for _ in range(3):
+            reply, is_error = await tools.call(name, arguments)
+            assert not is_error
+        return reply
+
+    with serving((401, b"{}"), said) as (url, requests):
+        monkeypatch.setenv("NVRX_LLM_BASE_URL", url)
+        reply = asyncio.run(ask("log_analyzer", {"log_path": str(log), "model": "m"}))
+        assert (reply["attribution"]["refinement"]["used"], len(requests)) == (True, 2)
+    with serving(said, (401, b"{}"), said) as (url, requests):
+        monkeypatch.setenv("NVRX_LLM_BASE_URL", url)
+        reply = asyncio.run(ask("log_fr_analyzer", {**paths, "merge_llm": True}))
+        assert (bool(reply["llm_merged_summary"]), len(requests)) == (True, 4)
+
+
 def test_nothing_outside_of_the_root_is_read(tmp_path):
     """Links, other places, patterns with a path and foreign addresses are refused, not followed."""
     root = tmp_path / "root"
@@ -369,6 +419,29 @@ def test_lost_server_is_started_anew(tmp_path):
 
     asyncio.run(talk())
     assert not is_mcp_connection_error(ValueError("closed"))
+
+
+def test_each_request_has_a_deadline():
+    """A server that answers the handshake and nothing else is given up, whatever it is asked."""
+    mute = """
+import json, sys
+hello = json.loads(sys.stdin.readline())
+about = {"protocolVersion": hello["params"]["protocolVersion"], "capabilities": {}}
+about["serverInfo"] = {"name": "m", "version": "0"}
+print(json.dumps({"jsonrpc": "2.0", "id": hello["id"], "result": about}), flush=True)
+sys.stdin.read()
+"""
+
+    async def talk():
+        async with NVRxMCPClient([sys.executable, "-c", mute], call_timeout_s=3.0) as client:
+            asked = (
+                *(client.list_tools(), client.list_resources()),
+                *(client.read_resource("attribution://m/1"), client.get_status()),
+            )
+            found = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30)
+        assert [type(error).__name__ for error in found] == ["MCPError"] * 4
+
+    asyncio.run(talk())
 
 
 def test_several_servers(tmp_path):

@@ -42,7 +42,7 @@ class NVRxMCPClient:
 
     Args:
         server_command: Program and arguments of the server.
-        call_timeout_s: Seconds that one call may take.
+        call_timeout_s: Seconds that one request may take, the first one included.
 
     Raises:
         MissingExtraError: On entry, when the library `mcp` is not installed.
@@ -94,9 +94,7 @@ class NVRxMCPClient:
         Raises:
             mcp.MCPError: The server is gone, or does not answer in time.
         """
-        found = await self._opened().call_tool(
-            name, dict(arguments), read_timeout_seconds=self._timeout_s
-        )
+        found = await self._opened().call_tool(name, dict(arguments))
         text = "".join(getattr(part, "text", "") for part in getattr(found, "content", ()))
         return deserialize_result(text)
 
@@ -197,7 +195,8 @@ class NVRxMCPClient:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 streams = await stack.enter_async_context(stdio_client(parameters))
-                session = await stack.enter_async_context(ClientSession(*streams))
+                talk = ClientSession(*streams, read_timeout_seconds=self._timeout_s)
+                session = await stack.enter_async_context(talk)
                 started = asyncio.ensure_future(session.initialize())
                 left = asyncio.ensure_future(leave.wait())
                 await asyncio.wait([started, left], return_when=asyncio.FIRST_COMPLETED)

@@ -68,6 +68,7 @@ STATUS_TOOL = "status"
 _JSON = "application/json"
 _AT_ONCE = 4
 _MOST_WAITING = 64
+_MOST_GROWING = 1000
 _REPLY_BYTES = 1 << 20
 _MESSAGE_BYTES = 4 << 20
 _MOST_LISTED = 100
@@ -230,7 +231,10 @@ class AttributionTools:
             "resource_uri": f"{URI}{name}/{result_id}",
             **_bounded(parts),
         }
-        self.registry.cache_result_by_id(name, result_id, reply, paths, stamp)
+        refinement = (parts.get("attribution") or {}).get("refinement") or {"used": True}
+        if refinement["used"] and parts.get("llm_merged_summary", "") is not None:
+            # Where a model failed, the next call asks it again.
+            self.registry.cache_result_by_id(name, result_id, reply, paths, stamp)
         return reply
 
     async def _analyze(
@@ -297,7 +301,10 @@ class AttributionTools:
     async def _start(self, arguments: dict[str, Any]) -> dict[str, Any]:
         _, path = await self._follow(arguments)
         result_id = self.registry.result_id_for_args(PROGRESSIVE_START_TOOL, {"log_path": path})
+        self._growing.pop(result_id, None)
         self._growing[result_id] = arguments
+        if len(self._growing) > _MOST_GROWING:
+            del self._growing[next(iter(self._growing))]
         return {
             "module": PROGRESSIVE_START_TOOL,
             "result_id": result_id,
