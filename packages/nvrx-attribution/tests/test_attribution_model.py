@@ -220,6 +220,15 @@ def test_absent_server():
     assert KEY not in repr(client.settings)
 
 
+def test_key_that_no_header_can_hold():
+    """A key that cannot be sent is one line of the verdict, which has no part of the key."""
+    rules = verdict_of(EXCEPTION)
+    found, requests = refined(rules, (200, b""), api_key="schlüssel")
+    assert without_refinement(found) == without_refinement(rules)
+    assert found.refinement == {"used": False, "error": "cannot be asked: UnicodeEncodeError"}
+    assert requests == []
+
+
 def test_little_is_sent():
     """However much a log holds, at most 24 KiB are sent, and only lines of the verdict."""
     lines = [(number, f"line {number} " + "é" * 400) for number in range(1, 500)]

@@ -352,3 +352,22 @@ def test_service_asks_no_model_of_a_file_when_that_is_switched_off(tmp_path, mon
             assert asyncio.run(asked(settings.controller_config(), requests)) == count
     with pytest.raises(ConfigError, match=switch):
         Settings.from_environ({**environ, switch: "perhaps"})
+
+
+def test_service_needs_a_key_for_the_address_of_its_environment(tmp_path, monkeypatch):
+    """A file without models changes nothing about when a service asks the site's own."""
+    path = tmp_path / "agent.json"
+    environ = {"NVRX_ATTRSVC_ALLOWED_ROOT": "/l", "NVRX_ATTRSVC_RESTART_AGENT_CONFIG": str(path)}
+    site = {"NVRX_LLM_BASE_URL": "http://h/v1", "NVRX_LLM_MODEL": "m"}
+    switch = {"NVRX_ATTRSVC_RESTART_AGENT_ENRICHMENT_ENABLED": "1"}
+    for name, value in site.items():
+        monkeypatch.setenv(name, value)
+    path.write_text(json.dumps(SCHEMA))
+    assert Settings.from_environ({**environ, **site}).model is None
+    assert Settings.from_environ({**environ, **site, **switch}).model.model == "m"
+    monkeypatch.setenv("LLM_API_KEY", "k")
+    assert Settings.from_environ({**environ, **site}).model.model == "m"
+    monkeypatch.delenv("LLM_API_KEY")
+    route = {"model": "own", "base_url": "http://own/v1"}
+    path.write_text(json.dumps({**SCHEMA, "model_routes": [route]}))
+    assert Settings.from_environ({**environ, **site}).model.model == "own"

@@ -173,7 +173,8 @@ def service_model_settings(
 
     Args:
         environ: The environment.
-        routes: Models of a configuration: unless the variable is 0, the first one is asked.
+        routes: Models of a configuration: unless the variable is 0, the first one is asked; one at
+            the address of the environment only if there is a key, too.
 
     Raises:
         ConfigError: A value is wrong, or asking is switched on without an address.
@@ -184,7 +185,10 @@ def service_model_settings(
     if text in _NO:
         return None
     if routes is not None:
-        return next(iter(routes.values()), None)
+        route = next(iter(routes.values()), None)
+        usual = model_values_from_environ(environ).get("base_url")
+        is_asked = route is None or text or route.api_key or route.base_url != usual
+        return route if is_asked else None
     settings = model_settings_from_environ(environ)
     if settings is None and text:
         raise ConfigError(f"{_SERVICE_SWITCH} is set, but no address: set NVRX_LLM_BASE_URL")
@@ -227,6 +231,10 @@ class ModelClient:
             return await asyncio.wait_for(self._ask(task, text), settings.deadline_s)
         except (asyncio.TimeoutError, TimeoutError):
             raise ModelError(f"no answer within {settings.deadline_s:g} s") from None
+        except ModelError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a key, an address, a certificate: all the site's
+            raise ModelError(f"cannot be asked: {type(error).__name__}") from None
 
     async def _ask(self, task: str, text: str) -> str:
         import asyncio
