@@ -208,9 +208,10 @@ def test_growing_log_that_rested_has_a_verdict(tmp_path):
         tools._analyzer = Analyzer(str(tmp_path), times=times)
         started, _ = await tools.call("log_analyzer_progressive_start", {"log_path": str(log)})
         asked = {"result_id": started["result_id"]}
-        await asyncio.wait([*tools._analyzer._tasks.values()])  # it is let go
+        (found,) = tools._analyzer._logs.values()
+        await asyncio.wait([found.task])  # it is let go
         reply, _ = await tools.call("get_result", asked)
-        assert not tools._analyzer._sessions  # what it says is known
+        assert found.session is None  # what it says is known
         await tools.close()
         return reply
 

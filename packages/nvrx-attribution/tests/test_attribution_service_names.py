@@ -382,7 +382,7 @@ def test_analysis_that_took_too_long_has_failed_for_pollers(tmp_path):
         await asyncio.wait([*analyzer._background])  # until the time is over
         assert await polled() == ("failed", "TIMEOUT", "failed")
         release.set()
-        await asyncio.wait([*analyzer._tasks.values()])  # the log was read all the same
+        await asyncio.wait([analyzer._logs[str(log)].task])  # the log was read all the same
         assert await polled() == ("failed", "TIMEOUT", "failed")
         assert (await analyzer.analyze(str(log))).status == "completed"
         assert await polled() == ("completed", "STOP", "completed")

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -91,6 +92,34 @@ class CompletedAnalysis:
     fr_result: FRAnalysisResult | None = None
 
 
+@dataclass
+class _Log:
+    """What is known of one file, beside the reply that the coalescer keeps.
+
+    Attributes:
+        session, task: Who reads it, while it is read.
+        has_ended: Its job wrote the last line, or counts as ended.
+        is_complete: Nothing more will be written; until it has been read.
+        evidence: Lines of others about the end of the job; until it has been read.
+        failure: Why it could not be read.
+        is_overdue: Its analysis took too long.
+        rested: State of the file and verdict when it was no longer read for want of new lines.
+    """
+
+    session: LogSession | None = None
+    task: asyncio.Task[engine.Verdict | None] | None = None
+    has_ended: bool = False
+    is_complete: bool = False
+    evidence: tuple[str, ...] | None = None
+    failure: str | None = None
+    is_overdue: bool = False
+    rested: tuple[FileState | None, engine.Verdict] | None = None
+
+    def begin_anew(self) -> None:
+        """Forget how earlier analyses went."""
+        self.failure, self.is_overdue, self.rested = None, False, None
+
+
 class Analyzer:
     """Accept logs, read them while they grow, and answer for them; for one event loop.
 
@@ -156,14 +185,7 @@ class Analyzer:
         self._on_complete = on_complete
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="nvrx-log-reader")
         self._jobs = JobTable(self.allowed_root)
-        self._sessions: dict[str, LogSession] = {}
-        self._tasks: dict[str, asyncio.Task[engine.Verdict | None]] = {}
-        self._ended: set[str] = set()
-        self._complete: set[str] = set()
-        self._evidence: dict[str, tuple[str, ...]] = {}
-        self._failures: dict[str, str] = {}
-        self._overdue: set[str] = set()
-        self._rested: dict[str, tuple[FileState | None, engine.Verdict]] = {}
+        self._logs: defaultdict[str, _Log] = defaultdict(_Log)
         self._background: set[asyncio.Task[Any]] = set()
 
     async def submit(  # noqa: PLR0913 - the fields of a submission
@@ -267,27 +289,26 @@ class Analyzer:
         kept = self.coalescer.peek(key)
         if kept is not None:
             return self._result(job, key, number, kept.value)
+        log = self._logs[key]
         failed = self._failed(key, is_final=not wait)
         if failed is not None:
             return self._result(job, key, number, failed)
-        session = self._sessions.get(key)
+        session = log.session
+        value: dict[str, Any] = {"result": None, "status": "in_flight"}
         if not wait:
-            rested = None if key in self._ended else self._rested.get(key)
             if session is not None:
                 verdict = await session.candidate()
-            elif rested is not None:
-                verdict = rested[1]
+            elif log.rested is not None and not log.has_ended:
+                verdict = log.rested[1]
             else:
-                status = "in_flight" if key in self._ended else "pending"
-                return self._result(job, key, number, {"result": None, "status": status})
-            candidate = recommendation_of(verdict)
-            value = {"result": None, "status": "in_flight", "candidate_recommendation": candidate}
+                value["status"] = "in_flight" if log.has_ended else "pending"
+                return self._result(job, key, number, value)
+            value["candidate_recommendation"] = recommendation_of(verdict)
             return self._result(job, key, number, value)
-        if session is not None and key not in self._ended and not await self._wait_for_end(session):
-            candidate = recommendation_of(await session.candidate())
-            value = {"result": None, "status": "in_flight", "candidate_recommendation": candidate}
+        if session is not None and not log.has_ended and not await self._wait_for_end(session):
+            value["candidate_recommendation"] = recommendation_of(await session.candidate())
             return self._result(job, key, number, value)
-        self._ended.add(key)
+        log.has_ended = True
         try:
             done = await self.coalescer.get_or_compute(key, lambda: self._converge(key, job))
         except TimeoutError as error:
@@ -324,8 +345,8 @@ class Analyzer:
         found = self.coalescer.get_stats()
         return {
             "jobs": len(self._jobs),
-            "growing": len(self._sessions),
-            "failed": len(self._failures),
+            "growing": self._count_growing(),
+            "failed": sum(log.failure is not None for log in self._logs.values()),
             "cached": found.cached,
             "inflight": found.inflight,
             "submitted": found.submitted,
@@ -341,13 +362,13 @@ class Analyzer:
         found = []
         for job in self._jobs:
             key = job.files[-1].path if job.files else job.path
-            kept = self.coalescer.peek(key)
+            kept, log = self.coalescer.peek(key), self._logs.get(key, _Log())
             status = "pending"
             if kept is not None:
                 status = kept.value.get("status", "completed")
-            elif key in self._failures or key in self._overdue:
+            elif log.failure is not None or log.is_overdue:
                 status = "failed"
-            elif key in self._sessions:
+            elif log.session is not None:
                 status = "in_flight"
             recommendation = kept.value.get("recommendation") if kept is not None else None
             found.append(
@@ -365,7 +386,7 @@ class Analyzer:
 
     async def shutdown_async(self) -> None:
         """Stop reading; submissions without a result stay in the journal."""
-        tasks = [*self._background, *self._tasks.values()]
+        tasks = [*self._background, *(log.task for log in self._logs.values() if log.task)]
         for task in tasks:
             task.cancel()
         await self.coalescer.close()
@@ -402,15 +423,13 @@ class Analyzer:
     def _forget_oldest(self) -> None:
         for job in self._jobs.forget_oldest(lambda job: any(map(self._is_read, _keys(job)))):
             for key in _keys(job):
-                self._ended.discard(key)
-                self._failures.pop(key, None)
-                self._overdue.discard(key)
-                self._rested.pop(key, None)
+                self._logs.pop(key, None)
             if self._journal is not None:
                 self._journal.end(job.path)
 
     def _is_read(self, key: str) -> bool:
-        return key in self._tasks or self.coalescer.is_running(key)
+        log = self._logs.get(key)
+        return (log is not None and log.task is not None) or self.coalescer.is_running(key)
 
     def _is_analyzed(self, path: str) -> bool:
         return self.coalescer.peek(path) is not None
@@ -428,33 +447,28 @@ class Analyzer:
         """Forget the result of an earlier attempt with the same log; one that has none ends."""
         if attempt_index <= job.attempt_index:
             return
-        session, task = self._sessions.get(job.path), self._tasks.get(job.path)
-        if session is not None and task is not None:
-            session.end(is_complete=True)
-            await asyncio.wait({task}, timeout=self._compute_timeout_s)
+        log = self._logs[job.path]
+        if log.session is not None and log.task is not None:
+            log.session.end(is_complete=True)
+            await asyncio.wait({log.task}, timeout=self._compute_timeout_s)
         if attempt_index > job.attempt_index:
             job.attempt_index = attempt_index
             self.coalescer.forget(job.path)
-            self._ended.discard(job.path)
-            self._failures.pop(job.path, None)
-            self._overdue.discard(job.path)
-            self._rested.pop(job.path, None)
+            log.has_ended = False
+            log.begin_anew()
 
     def _end(self, key: str, job: Job, evidence: tuple[str, ...], *, is_complete: bool) -> None:
-        self._ended.add(key)
-        if is_complete:
-            self._complete.add(key)
+        log = self._logs[key]
+        log.has_ended = True
+        log.is_complete |= is_complete
         if self._is_outdated(key):
             self.coalescer.forget(key)
-        self._failures.pop(key, None)
-        self._overdue.discard(key)
-        self._rested.pop(key, None)
-        if self.coalescer.peek(key) is None:
-            evidence = self._evidence.setdefault(key, evidence)
-        session = self._sessions.get(key)
-        if session is not None:
-            session.evidence = evidence
-            session.end(is_complete=is_complete)
+        log.begin_anew()
+        if self.coalescer.peek(key) is None and log.evidence is None:
+            log.evidence = evidence
+        if log.session is not None:
+            log.session.evidence = evidence if log.evidence is None else log.evidence
+            log.session.end(is_complete=is_complete)
         if not self.coalescer.is_running(key) and self.coalescer.peek(key) is None:
             self._in_background(self._compute(key, job))
 
@@ -468,16 +482,20 @@ class Analyzer:
             return False
 
     def _grow(self, key: str, job: Job) -> None:
-        if key in self._sessions or self.coalescer.peek(key) is not None or key in self._ended:
+        log = self._logs[key]
+        if log.session is not None or self.coalescer.peek(key) is not None or log.has_ended:
             return
-        if key in self._rested and self._rested[key][0] == state_of(key):
+        if log.rested is not None and log.rested[0] == state_of(key):
             return  # what it says is known
-        if len(self._sessions) >= self._max_growing:
+        count = self._count_growing()
+        if count >= self._max_growing:
             if self._max_growing:
-                count = len(self._sessions)
                 logger.warning("%d logs are being read; %s waits for its end", count, key)
             return
-        self._in_background(self._follow(key, self._session_task(key, job)))
+        self._in_background(self._follow(key, self._read(key, job)[1]))
+
+    def _count_growing(self) -> int:
+        return sum(log.session is not None for log in self._logs.values())
 
     async def _compute(self, key: str, job: Job) -> None:
         try:
@@ -489,14 +507,14 @@ class Analyzer:
         try:
             await asyncio.shield(task)
         except (OSError, LogAnalyzerError) as error:
-            self._failures[key] = str(error)
+            self._logs[key].failure = str(error)
             logger.warning("%s cannot be read: %s", key, error)
 
-    def _session_task(self, key: str, job: Job) -> asyncio.Task[engine.Verdict | None]:
-        """Return the task that reads a log; there is one per log."""
-        task = self._tasks.get(key)
-        if task is not None:
-            return task
+    def _read(self, key: str, job: Job) -> tuple[LogSession, asyncio.Task[engine.Verdict | None]]:
+        """Return who reads a log, and the task; there is one per log."""
+        log = self._logs[key]
+        if log.session is not None and log.task is not None:
+            return log.session, log.task
         name, cycle_id = attempt_key(key, job)
         session = LogSession(
             key,
@@ -512,43 +530,39 @@ class Analyzer:
             trace_limit_s=self._compute_timeout_s * _TRACE_SHARE,
             policy=self._policy,
         )
-        if key in self._ended:
-            session.end(is_complete=key in self._complete)
-        self._sessions[key] = session
-        task = self._tasks[key] = asyncio.ensure_future(session.run())
+        if log.has_ended:
+            session.end(is_complete=log.is_complete)
+        task = asyncio.ensure_future(session.run())
+        log.session, log.task = session, task
 
         def forget(_: object) -> None:
-            self._sessions.pop(key, None)
-            self._tasks.pop(key, None)
-            self._rested.pop(key, None)
-            if session.rested is not None and key not in self._ended:
-                self._rested[key] = session.rested
+            log.session = log.task = None
+            log.rested = None if log.has_ended else session.rested
 
         task.add_done_callback(forget)
-        return task
+        return session, task
 
     async def _converge(self, key: str, job: Job) -> dict[str, Any]:
         """Read a log to its end and return the reply; failures are remembered."""
-        self._overdue.discard(key)
+        log = self._logs[key]
+        log.is_overdue = False
         started_s = time.monotonic()
         try:
             verdict = None
             while verdict is None:  # a session that was idle gives way to a new one
-                task = self._session_task(key, job)
-                session = self._sessions[key]
-                if key in self._ended:
-                    session.end(is_complete=key in self._complete)
-                session.evidence = self._evidence.get(key, ())
+                session, task = self._read(key, job)
+                if log.has_ended:
+                    session.end(is_complete=log.is_complete)
+                session.evidence = log.evidence or ()
                 verdict = await asyncio.shield(task)
         except (OSError, LogAnalyzerError) as error:
-            self._failures[key] = str(error)
+            log.failure = str(error)
             raise
         except asyncio.CancelledError:  # by the coalescer: the time is over
-            self._overdue.add(key)
+            log.is_overdue = True
             raise
         finally:
-            self._complete.discard(key)
-            self._evidence.pop(key, None)
+            log.is_complete, log.evidence = False, None
         payload = reply_of(verdict, session.dump_path, is_lib=self._is_lib)
         if self._journal is not None:
             self._journal.end(job.path)
@@ -580,9 +594,10 @@ class Analyzer:
         """Return the reply about a failed analysis; one that took too long may be tried again."""
         if self.coalescer.is_running(key):
             return None
-        if key in self._failures:
-            return failed_reply(self._failures[key])
-        if key in self._overdue and is_final:
+        log = self._logs[key]
+        if log.failure is not None:
+            return failed_reply(log.failure)
+        if log.is_overdue and is_final:
             reason = f"{key}: not done within {self._compute_timeout_s:g} s"
             return failed_reply(reason, "TIMEOUT")
         return None
