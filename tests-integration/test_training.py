@@ -145,7 +145,7 @@ def test_the_demo(
     code = small_demo.main()
     shown = capfd.readouterr()
     assert code == 0, shown.out + shown.err
-    assert "the same, bit for bit" in shown.out
+    assert "the same, bit for bit" in shown.out, shown.out
     # A restart is as fast as it can be only when the standbys were ready before the fault.
-    assert "workers started: 4 warm, " in shown.out
+    assert "workers started: 4 warm, " in shown.out, shown.out
     assert (tmp_path / "disturbed" / "report.html").stat().st_size > 1000

@@ -121,7 +121,8 @@ def run_warm(setting, *args, program=PROBE, before_go=None):
             begun = receive(standby)
             if not isinstance(begun, standbys.Begun):
                 raise AssertionError(begun)  # noqa: TRY004, TRY301 - likewise
-            return streams.result(standby.release(), ready)
+            standby.release()
+            return streams.result(standby.child, ready)
     except BaseException:
         standby.end()
         raise

@@ -79,7 +79,9 @@ def train_warm(folder, standbys):
         event = [conformance.receive(standby, TIMEOUT_S) for standby in standbys]
         if not all(isinstance(one, Begun) for one in event):
             raise AssertionError(event)  # noqa: TRY301 - likewise
-        return at, results(folder, [standby.release() for standby in standbys])
+        for standby in standbys:
+            standby.release()
+        return at, results(folder, [standby.child for standby in standbys])
     except BaseException:
         for standby in standbys:
             standby.end()
