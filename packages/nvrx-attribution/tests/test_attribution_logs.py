@@ -936,7 +936,9 @@ def test_full_disk_of_the_history(tmp_path, name):
     log = tmp_path / "job.log"
     log.write_text(STEP.format(7) + "[rank0]: Segmentation fault (core dumped)\n")
     (tmp_path / name).touch()  # by a program that was killed
-    command = [*PROGRAM, "analyze", str(log), "--history", str(tmp_path / name), "--cycle-id"]
+    # -B: or half a compiled module would be left, too.
+    program = [sys.executable, "-B", *PROGRAM[1:]]
+    command = [*program, "analyze", str(log), "--history", str(tmp_path / name), "--cycle-id"]
 
     def run(cycle, limit):
         return subprocess.run(

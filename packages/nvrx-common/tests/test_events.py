@@ -332,7 +332,7 @@ def test_failing_writes_are_counted_and_told(tmp_path: Path) -> None:
         "log.close()\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
+        [sys.executable, "-B", "-c", code, str(tmp_path)],
         capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -364,7 +364,7 @@ def test_a_header_that_does_not_fit_leaves_nothing(space_bytes: int, tmp_path: P
         "log.close()\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path), str(space_bytes)],
+        [sys.executable, "-B", "-c", code, str(tmp_path), str(space_bytes)],
         capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

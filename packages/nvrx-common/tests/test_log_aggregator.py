@@ -166,8 +166,8 @@ def test_first_start_with_little_room(place: Place) -> None:
     for limit, code, says in ((16 * 1024, 0, ""), (4096, 1, STATE_NAME)):
         (place.temp / STATE_NAME).unlink(missing_ok=True)
         done = subprocess.run(
-            [sys.executable, "-c", script, str(limit), "--log-dir", str(place.log), "--wait-file",
-             str(stop)],
+            [sys.executable, "-B", "-c", script, str(limit), "--log-dir", str(place.log),
+             "--wait-file", str(stop)],
             env=env, capture_output=True, text=True, timeout=150, check=False,
         )  # fmt: skip
         assert (done.returncode, says in done.stderr) == (code, True), done.stderr
@@ -434,7 +434,7 @@ def _survives(place: Place, step: int, *, is_ordered: bool) -> bool:
 
 
 def _command(place: Place, *arguments: str) -> tuple[list[str], dict[str, str]]:
-    command = [sys.executable, "-m", "nvidia_resiliency_ext.shared_utils.log_aggregator"]
+    command = [sys.executable, "-B", "-m", "nvidia_resiliency_ext.shared_utils.log_aggregator"]
     env = {
         **os.environ,
         "NVRX_NODE_LOCAL_TMPDIR": str(place.temp),

@@ -359,7 +359,7 @@ def test_failed_atomic_write_leaves_the_old_content_alone(tmp_path: Path) -> Non
         "except OSError as error:\n"
         "    print(error.errno)\n"
     )
-    arguments = [sys.executable, "-c", program, str(tmp_path / "file")]
+    arguments = [sys.executable, "-B", "-c", program, str(tmp_path / "file")]
     result = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=150)
     assert result.stdout.strip() == str(errno.EFBIG)
     assert sorted(os.listdir(tmp_path)) == ["directory", "file"]

@@ -301,7 +301,7 @@ def test_failed_start_leaves_nothing(place: Path) -> None:
         "    print(error.__cause__.strerror)\n"
     )
     label = f"full{os.getpid()}"
-    arguments = [sys.executable, "-c", program, label, str(place)]
+    arguments = [sys.executable, "-B", "-c", program, label, str(place)]
     result = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=150)
     assert result.stdout == "File too large\n"
     for where in (place, Path("/tmp"), Path("/dev/shm")):

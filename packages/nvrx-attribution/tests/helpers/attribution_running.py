@@ -72,7 +72,7 @@ def running(root, endpoint, **settings):
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("NVRX_", "LLM_"))}
     given = {"ALLOWED_ROOT": root, "ENDPOINT": endpoint, **settings}
     environ |= {f"NVRX_ATTRSVC_{name}": str(value) for name, value in given.items()}
-    argv = [sys.executable, "-m", "nvidia_resiliency_ext.services.attrsvc"]
+    argv = [sys.executable, "-B", "-m", "nvidia_resiliency_ext.services.attrsvc"]
     with subprocess.Popen(argv, env=environ, stderr=subprocess.PIPE, text=True) as process:
         service = Service(endpoint, process)
         try:
