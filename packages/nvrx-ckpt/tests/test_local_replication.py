@@ -387,7 +387,7 @@ def test_a_copy_with_other_bytes_is_refused(server, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "error",
     [
-        PeerError(Peer(1, "node1", 7, TOKEN, 2.0), OSError(errno.ENOSPC, "no space")),
+        PeerError(Peer(1, "node1", 7, b"", 2.0), OSError(errno.ENOSPC, "no space")),
         SameMachineReplicationException((3, 0, "session")),
     ],
 )
@@ -395,6 +395,13 @@ def test_errors_keep_their_fields_when_they_are_copied(error):
     """Another process gets such an error as it was raised."""
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
+
+
+def test_a_copied_error_has_no_secret():
+    """Errors are gathered, logged and kept in files: the token of the job stays where it is."""
+    error = PeerError(Peer(1, "node1", 7, TOKEN, 2.0), "no space")
+    assert TOKEN not in pickle.dumps(error)
+    assert pickle.loads(pickle.dumps(error)).peer == Peer(1, "node1", 7, b"", 2.0)
 
 
 def test_who_does_not_know_the_token_gets_and_gives_nothing(server):

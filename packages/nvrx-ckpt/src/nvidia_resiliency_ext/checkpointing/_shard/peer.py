@@ -16,7 +16,7 @@ import secrets
 import select
 import socket
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nvidia_resiliency_ext.checkpointing._shard import protocol
@@ -41,8 +41,11 @@ class PeerError(NvrxError, OSError):
         self._reason = str(reason)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle it with both fields; the base class would lose the peer, and not come back."""
-        return type(self), (self.peer, self._reason)
+        """Pickle it with both fields, but without the secret of the job.
+
+        The base class would lose the peer, and not come back.
+        """
+        return type(self), (replace(self.peer, token=b""), self._reason)
 
 
 @dataclass(frozen=True)
