@@ -124,8 +124,8 @@ class CollectiveAnalyzer(NVRxAttribution[str, dict[str, str]]):
             rank_regex=config.get("rank_regex"),
             allowed_root=config.get("allowed_root"),
         )
-        self._analysis = None
-        analysis = self._analyzed()
+        # Seconds for thousands of ranks: a server's other clients go on.
+        analysis = self._analysis = await asyncio.to_thread(analyze_dumps, self._loaded)
         if config.get("verbose"):
             self.print_pg_configs()
             eprint(format_summary(analysis))
