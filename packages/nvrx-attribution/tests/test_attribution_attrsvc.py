@@ -163,14 +163,14 @@ def _address(service):
     return where.host, where.port
 
 
-def test_socket_token_and_limits(tmp_path):
+def test_socket_token_and_limits(tmp_path, socket_folder):
     """On a Unix socket, too, a wrong token and too many requests are refused."""
     root = tmp_path / "logs"
     root.mkdir()
     token = tmp_path / "token"
     token.write_text("secret-token\n")
     token.chmod(0o600)
-    path = tmp_path / "s"
+    path = socket_folder / "s"
     with running(root, f"unix://{path}", TOKEN_FILE=token, RATE_LIMIT_PREVIEW="2/hour") as service:
         assert path.stat().st_mode & 0o077 == 0
         assert service.request("GET", "/jobs")[0] == 401
@@ -206,13 +206,13 @@ def verdict_about(service, log):
     return reply["attribution"]
 
 
-def test_launchers_of_an_array_share_a_service(tmp_path, monkeypatch):
+def test_launchers_of_an_array_share_a_service(tmp_path, monkeypatch, socket_folder):
     """Tasks that are jobs of their own get verdicts of their own, with own histories."""
     root = tmp_path / "logs"
     root.mkdir()
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
     codes = {0: ("host.segfault", SEGFAULT), 1: ("gpu.oom", OOM)}
-    with running(root, f"unix://{tmp_path}/s") as service, contextlib.ExitStack() as stack:
+    with running(root, f"unix://{socket_folder}/s") as service, contextlib.ExitStack() as stack:
         for cycle in range(2):
             for task, (_, text) in codes.items():
                 monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(task))
@@ -237,13 +237,13 @@ def test_launchers_of_an_array_share_a_service(tmp_path, monkeypatch):
         assert verdict["retry"]["used"] == cycle
 
 
-def test_cycle_that_ends_while_a_verdict_is_awaited_counts(tmp_path, monkeypatch):
+def test_cycle_that_ends_while_a_verdict_is_awaited_counts(tmp_path, monkeypatch, socket_folder):
     """A crash loop faster than its verdicts: each cycle is judged and in the next one's history."""
     root = tmp_path / "logs"
     root.mkdir()
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     quiet = {"RESTART_AGENT_LOG_QUIET_SECONDS": "2"}
-    with running(root, f"unix://{tmp_path}/s", **quiet) as service:
+    with running(root, f"unix://{socket_folder}/s", **quiet) as service:
         client = AttributionService(service.endpoint, log_complete=False, poll_interval_s=0.05)
         client.start_poller()
         logs = [root / f"job_cycle{cycle}.log" for cycle in range(3)]
@@ -311,11 +311,11 @@ def test_arguments_are_refused_with_what_to_do(capsys):
     assert "--port: it takes no arguments; set environment variables" in capsys.readouterr().err
 
 
-def test_address_in_use(tmp_path):
+def test_address_in_use(socket_folder):
     """An address that cannot be had ends the program with one line and exit code 2."""
-    path = tmp_path / "file"
+    path = socket_folder / "file"
     path.write_text("keep")
-    environ = {**os.environ, "NVRX_ATTRSVC_ALLOWED_ROOT": str(tmp_path)}
+    environ = {**os.environ, "NVRX_ATTRSVC_ALLOWED_ROOT": str(socket_folder)}
     argv = [sys.executable, "-m", "nvidia_resiliency_ext.services.attrsvc"]
     environ["NVRX_ATTRSVC_ENDPOINT"] = f"unix://{path}"
     found = subprocess.run(

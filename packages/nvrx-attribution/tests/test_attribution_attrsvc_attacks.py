@@ -130,6 +130,16 @@ def test_body_that_does_not_come(service):
         assert client.recv(4096).startswith(b"HTTP/1.1 408 ")
 
 
+@pytest.fixture
+def many_descriptors():
+    """Let this process have a thousand of them, if the system does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(1000, hard)), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_descriptors")
 @pytest.mark.parametrize("said", [b"", b"GET /healthz HTTP/1.1\r\nHost: "])
 def test_connections_that_ask_nothing(tmp_path, said):
     """More connections than descriptors that ask nothing, or half of it, keep no request out."""
@@ -151,6 +161,7 @@ def test_connections_that_ask_nothing(tmp_path, said):
         assert client.recv(1) == b""  # the last of them is let go in the end, too
 
 
+@pytest.mark.usefixtures("many_descriptors")
 def test_crowd_that_connects_at_once(service):
     """200 clients get a connection however busy the service is, and each its answer."""
     where = service.endpoint.removeprefix("http://").split(":")
@@ -285,16 +296,16 @@ def run(state, endpoint):
     return done.returncode, done.stderr
 
 
-def test_a_state_of_another(tmp_path):
+def test_a_state_of_another(tmp_path, socket_folder):
     """Two services do not share a state; one that cannot be used is one line and exit code 2."""
     root = tmp_path / "logs"
     root.mkdir()
-    with running(root, f"unix://{tmp_path}/s", STATE_DIR=tmp_path / "state"):
-        code, said = run(str(tmp_path / "state"), f"unix://{tmp_path}/t")
+    with running(root, f"unix://{socket_folder}/s", STATE_DIR=tmp_path / "state"):
+        code, said = run(str(tmp_path / "state"), f"unix://{socket_folder}/t")
         assert (code, said.count("\n")) == (2, 1), said
         assert "another process uses the state" in said
     (tmp_path / "file").touch()
-    code, said = run(str(tmp_path / "file"), f"unix://{tmp_path}/t")
+    code, said = run(str(tmp_path / "file"), f"unix://{socket_folder}/t")
     assert (code, said.count("\n")) == (2, 1), said
     assert str(tmp_path / "file") in said
 

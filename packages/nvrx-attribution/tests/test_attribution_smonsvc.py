@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 import ports
@@ -45,8 +46,10 @@ def slurm(tmp_path, monkeypatch):
 def service(tmp_path_factory):
     """A real service at a Unix socket, that gives verdicts after 0.5 s of silence."""
     root = tmp_path_factory.mktemp("logs")
-    endpoint = f"unix://{tmp_path_factory.mktemp('s')}/s"
-    with running(root, endpoint, RESTART_AGENT_LOG_QUIET_SECONDS="0.5") as found:
+    with (
+        tempfile.TemporaryDirectory(prefix="nvrx-", dir="/tmp") as folder,
+        running(root, f"unix://{folder}/s", RESTART_AGENT_LOG_QUIET_SECONDS="0.5") as found,
+    ):
         found.root = root
         yield found
 
@@ -127,12 +130,12 @@ def test_jobs_outlive_the_monitor(slurm, service, monitor_of, tmp_path):
     assert list(fourth.state.jobs) == ["7"]
 
 
-def test_a_service_that_is_away_loses_no_job(slurm, monitor_of, tmp_path):
+def test_a_service_that_is_away_loses_no_job(slurm, monitor_of, tmp_path, socket_folder):
     """Jobs that end meanwhile are submitted when it is back."""
     root = tmp_path / "logs"
     root.mkdir()
     (root / "a.out").write_text(OOM)
-    path = f"unix://{tmp_path}/s"
+    path = f"unix://{socket_folder}/s"
     slurm.all_say(slurm_job("5", root / "a.out"))
     monitor = monitor_of(path)
     monitor.poll_once()
@@ -156,7 +159,7 @@ def attempts(state):
 
 
 @pytest.mark.parametrize("is_seen", [True, False], ids=["seen", "between two looks"])
-def test_each_run_of_a_requeued_job_counts(slurm, monitor_of, tmp_path, is_seen):
+def test_each_run_of_a_requeued_job_counts(slurm, monitor_of, tmp_path, is_seen, socket_folder):
     """A fault that comes back in the next run is a repeat, whether or not its end was looked at."""
     root, state = tmp_path / "logs", tmp_path / "state"
     root.mkdir()
@@ -165,7 +168,7 @@ def test_each_run_of_a_requeued_job_counts(slurm, monitor_of, tmp_path, is_seen)
     first = slurm_job("31", log)
     second = {**first, "restarts": 1, "start": "2026-11-20T11:00:00"}
     with running(
-        root, f"unix://{tmp_path}/s", STATE_DIR=state, RESTART_AGENT_LOG_QUIET_SECONDS="0.5"
+        root, f"unix://{socket_folder}/s", STATE_DIR=state, RESTART_AGENT_LOG_QUIET_SECONDS="0.5"
     ) as service:
         monitor = monitor_of(service.endpoint, state_file=kept)
         slurm.all_say(first)
@@ -197,7 +200,7 @@ def test_each_run_of_a_requeued_job_counts(slurm, monitor_of, tmp_path, is_seen)
 
 
 @pytest.mark.parametrize("ends", ["FAILED", "CANCELLED"])
-def test_a_run_between_two_looks_counts(slurm, monitor_of, tmp_path, ends):
+def test_a_run_between_two_looks_counts(slurm, monitor_of, tmp_path, ends, socket_folder):
     """A requeued job that fails again before the next look is judged; one that is cancelled while
     it waits has no further run.
     """
@@ -207,7 +210,7 @@ def test_a_run_between_two_looks_counts(slurm, monitor_of, tmp_path, ends):
     first = slurm_job("34", log)
     waits = {**first, "state": "PENDING", "restarts": 1}
     with running(
-        root, f"unix://{tmp_path}/s", STATE_DIR=state, RESTART_AGENT_LOG_QUIET_SECONDS="0.5"
+        root, f"unix://{socket_folder}/s", STATE_DIR=state, RESTART_AGENT_LOG_QUIET_SECONDS="0.5"
     ) as service:
         monitor = monitor_of(service.endpoint)
         slurm.all_say(first)
@@ -230,7 +233,7 @@ def test_a_run_between_two_looks_counts(slurm, monitor_of, tmp_path, ends):
         assert monitor.state.counts["submitted"] == counts["submitted"]
 
 
-def test_end_of_a_run_before_a_requeue_is_evidence(slurm, monitor_of, tmp_path):
+def test_end_of_a_run_before_a_requeue_is_evidence(slurm, monitor_of, tmp_path, socket_folder):
     """A node that was lost in a run that nobody saw end is known by Slurm's accounting."""
     root, state = tmp_path / "logs", tmp_path / "state"
     root.mkdir()
@@ -238,7 +241,7 @@ def test_end_of_a_run_before_a_requeue_is_evidence(slurm, monitor_of, tmp_path):
     log.write_text(STEPS)
     first = slurm_job("32", log)
     second = {**first, "restarts": 1, "start": "2026-11-20T11:00:00"}
-    endpoint = f"unix://{tmp_path}/s"
+    endpoint = f"unix://{socket_folder}/s"
     monitor = monitor_of(endpoint)
     slurm.all_say(first)
     monitor.poll_once()
@@ -269,7 +272,9 @@ def test_suspended_jobs_are_no_new_run(slurm, service, monitor_of):
     assert (job(monitor, "33").has_ended, monitor.state.counts["submitted"]) == (False, 1)
 
 
-def test_a_token_that_is_replaced_costs_no_verdict(slurm, monitor_of, tmp_path, monkeypatch):
+def test_a_token_that_is_replaced_costs_no_verdict(
+    slurm, monitor_of, tmp_path, monkeypatch, socket_folder
+):
     """While the service refuses the monitor's old token its tries for a result do not run out."""
     root = tmp_path / "logs"
     root.mkdir()
@@ -279,7 +284,7 @@ def test_a_token_that_is_replaced_costs_no_verdict(slurm, monitor_of, tmp_path, 
         token.touch(0o600)
         token.write_text("first")
     monkeypatch.setattr("nvidia_resiliency_ext.services.smonsvc.monitor._RESULT_PAUSE_S", 0.01)
-    with running(root, f"unix://{tmp_path}/s", TOKEN_FILE=tokens[0]) as service:
+    with running(root, f"unix://{socket_folder}/s", TOKEN_FILE=tokens[0]) as service:
         monitor = monitor_of(service.endpoint, token_file=str(tokens[1]))
         slurm.all_say(slurm_job("34", root / "a.out"))
         monitor.poll_once()

@@ -86,6 +86,8 @@ def _serve(app: Any, listener: socket.socket, settings: Settings) -> int:
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each client takes one
     mute = _Mute()
 
     class Protocol(H11Protocol):
