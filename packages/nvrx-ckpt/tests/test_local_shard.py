@@ -129,6 +129,7 @@ def foreign(folder, records, nbytes=64):
     with path.open("wb") as file:
         file.seek(nbytes)
         file.write(text + layout._FOOTER.pack(layout._FOOTER_MAGIC, *end))
+    path.chmod(0o600)  # what others may write to is refused for that
     return path
 
 
