@@ -239,7 +239,7 @@ class _Room:
             "do": "start",
             "argv": words,
             "env": {**(os.environ if env is None else env)},
-            "cwd": os.fspath(cwd or os.getcwd()),
+            "cwd": os.fspath(cwd or _working_folder()),
         }
         with contextlib.ExitStack() as stack:
             out = _descriptor(stdout, 1, stack)
@@ -296,6 +296,12 @@ class _Room:
         """Return a socket of this host's network, for use in this process."""
         _, (number,) = self.ask({"do": "socket", "family": int(family), "kind": int(kind)})
         return socket.socket(fileno=number)
+
+
+def _working_folder() -> str:
+    """Return the folder of this process where a host has it: its /tmp is its own."""
+    folder = os.getcwd()
+    return "/" if folder.startswith("/tmp/") else folder
 
 
 def _descriptor(file: File, default: int, stack: contextlib.ExitStack) -> int:

@@ -48,7 +48,8 @@ def main() -> None:
             while True:
                 taken += os.write(1, LINE)
         except BlockingIOError:
-            (out / "taken").write_text(str(taken))
+            (out / "taken.new").write_text(str(taken))
+            (out / "taken.new").rename(out / "taken")
         os.set_blocking(1, True)
         wait_for(out / "leave")
     else:
