@@ -221,7 +221,7 @@ class AttributionService:
         # Guards what follows; waited on by the thread.
         self._changed = threading.Condition()
         self._state = RequestState(enforce_stop=enforce_stop)
-        self._not_before_s = self._next_post_s = 0.0
+        self._not_before_s = 0.0
         # When the thread looks again without being woken; 0: it is not waiting.
         self._looks_at_s = 0.0
         self._complaints: set[str] = set()  # of the thread: what was said and is not over
@@ -295,24 +295,24 @@ class AttributionService:
             self._thread = threading.Thread(target=self._run, name="nvrx-attribution", daemon=True)
             self._thread.start()
         # Whoever starts workers does not share the interpreter with a thread that is not due yet.
-        if self._looks_at_s > max(self._not_before_s, self._next_post_s, time.monotonic()):
+        if self._looks_at_s > max(self._not_before_s, time.monotonic()):
             self._changed.notify_all()
 
     def _run(self) -> None:
         connection: JsonConnection | None = None
-        next_poll_s = 0.0
+        next_poll_s = next_post_s = 0.0
         pause_s = self._poll_interval_s
         try:
             while True:
                 with self._changed:
-                    work = self._next_work(next_poll_s)
+                    work = self._next_work(next_post_s, next_poll_s)
                     if work is None:
                         return
                 if connection is None:
                     connection = self._connect()
                 if isinstance(work, LogSubmission):
-                    if self._post(connection, work):
-                        self._next_post_s = time.monotonic() + self._poll_interval_s
+                    has_failed = self._post(connection, work)
+                    next_post_s = time.monotonic() + (self._poll_interval_s if has_failed else 0.0)
                     if work.analysis_intent == INTENT_TERMINAL:
                         pause_s = min(_FIRST_POLL_S, self._poll_interval_s)
                         next_poll_s = time.monotonic() + pause_s
@@ -324,11 +324,11 @@ class AttributionService:
             if connection is not None:
                 connection.close()
 
-    def _next_work(self, next_poll_s: float) -> LogSubmission | str | None:
+    def _next_work(self, next_post_s: float, next_poll_s: float) -> LogSubmission | str | None:
         """Wait for something to send and return it; `None` at the end. The condition is held."""
         while True:
             now_s = time.monotonic()
-            next_post_s = max(self._next_post_s, self._not_before_s)
+            next_post_s = max(next_post_s, self._not_before_s)
             next_poll_s = max(next_poll_s, self._not_before_s)
             post = self._state.next_post()
             if post is not None and (now_s >= next_post_s or self._is_closing):
