@@ -147,8 +147,9 @@ def test_the_demo(
     assert code == 0, shown.out + shown.err
     assert "the same, bit for bit" in shown.out, shown.out
     # A restart is as fast as it can be only when the standbys were ready before the fault.
-    # The first workers are warm, too, where the launcher is slower than the imports.
-    warm = re.search(r"workers started: (\d+) warm", shown.out)
-    assert warm is not None, shown.out
-    assert int(warm[1]) >= 4, shown.out
+    # Only the two first may be cold; they are warm where the launcher is slower than the imports.
+    started = re.search(r"workers started: (\d+) warm, (\d+) cold", shown.out)
+    assert started is not None, shown.out
+    assert int(started[1]) >= 4, shown.out
+    assert int(started[2]) <= 2, shown.out
     assert (tmp_path / "disturbed" / "report.html").stat().st_size > 1000

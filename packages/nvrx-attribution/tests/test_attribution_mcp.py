@@ -221,7 +221,7 @@ def test_growing_log_that_rested_has_a_verdict(tmp_path):
 
 def test_handles_of_growing_logs_are_bounded(tmp_path, monkeypatch):
     """The handle that was given longest ago gives way; the newest ones have their verdict."""
-    monkeypatch.setattr(server, "_MOST_GROWING", 2, raising=False)
+    monkeypatch.setattr(server, "_MOST_GROWING", 2)
 
     async def ask():
         tools = AttributionTools(str(tmp_path))
