@@ -34,7 +34,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def train(options: argparse.Namespace, rank: int, cycle: int) -> None:
+def train(options: argparse.Namespace, rank: int, cycle: int, imported: float) -> None:
     """Do the steps and write the events."""
     with (options.out / f"events_{cycle}_{rank}").open("a", buffering=1) as file:
 
@@ -42,6 +42,7 @@ def train(options: argparse.Namespace, rank: int, cycle: int) -> None:
             file.write(f"{time.monotonic() if at is None else at:.6f} {name}\n")
 
         event("first_line", FIRST_LINE)
+        event("imported", imported)
         (options.out / f"pid_{rank}").write_text(str(os.getpid()))
         step = make_ddp_step() if options.mode == "ddp" else do_nothing
         trained = FIRST_LINE
@@ -93,10 +94,10 @@ def leave(mode: str) -> None:
         dist.destroy_process_group()
 
 
-def main() -> None:
-    """Run one rank."""
-    rank = int(os.environ["RANK"])
-    train(parse_arguments(), rank, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+def main(imported: float = FIRST_LINE) -> None:
+    """Run one rank, whose file had its imports at this time."""
+    cycle = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    train(parse_arguments(), int(os.environ["RANK"]), cycle, imported)
 
 
 if __name__ == "__main__":

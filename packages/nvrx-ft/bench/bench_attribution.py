@@ -4,8 +4,9 @@
     python bench_attribution.py [--python PY] [--repeats 6] [--restarts 15]
 
 Each job has two ranks without standbys and cycle logs; from SIGKILL of a rank to the first line of
-the last new one. `off` is the same job without a service. All jobs take turns, and each turn has
-another time from the first step to SIGKILL, so that it hits a client in all of its states.
+the last new one. `off` is the same job without a service, and `again` is `off` once more: what it
+differs by is what the machine differs by. All jobs take turns in an order that rotates, and each
+turn has another time from the first step to SIGKILL, so that it hits a client in all of its states.
 
     answers      the service is asked, and says that a restart is useful
     unreachable  nobody listens at its address
@@ -40,7 +41,8 @@ RANKS = 2
 SILENT = "http://192.0.2.1:50050"
 KILL_AFTER_S = (0.1, 0.3, 0.5)
 MODES = ("slow", "hangs", "garbage", "types", "huge", "dies", "fails")
-CASES = ("off", "answers", "unreachable", "silent", *MODES)
+WITHOUT = ("off", "again")
+CASES = ("answers", "unreachable", "silent", *MODES)
 
 
 def one_job(options: argparse.Namespace, case: str, kill_after_s: float) -> list[float]:
@@ -49,7 +51,7 @@ def one_job(options: argparse.Namespace, case: str, kill_after_s: float) -> list
         out = stack.enter_context(_bench.folder())
         flags = ["--ft-prewarm", "off"]
         flags += ["--ft-per-cycle-applog-prefix", str(out / "job.log")]
-        if case != "off":
+        if case not in WITHOUT:
             service = stack.enter_context(attribution_service())
             service.decides({"action": "RESTART", "reason": "a rank was killed"})
             service.mode = case if case in MODES else "well"
@@ -74,13 +76,14 @@ def main() -> None:
     parser.add_argument("--python", type=Path, default=Path(sys.executable))
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--restarts", type=int, default=15)
-    parser.add_argument("--case", action="append", choices=CASES[1:])
+    parser.add_argument("--case", action="append", choices=CASES)
     options = parser.parse_args()
-    cases = ("off", *(options.case or CASES[1:]))
+    cases = (*WITHOUT, *(options.case or CASES))
     seconds: dict[str, list[float]] = {case: [] for case in cases}
     load_before = os.getloadavg()[0]
     for turn in range(options.repeats):
-        for case in cases:
+        first = turn // len(KILL_AFTER_S) % len(cases)
+        for case in cases[first:] + cases[:first]:
             seconds[case] += one_job(options, case, KILL_AFTER_S[turn % len(KILL_AFTER_S)])
     loads = [round(load_before, 2), round(os.getloadavg()[0], 2)]
     without = statistics.median(seconds["off"])

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures a launch: start of the launcher until all of four ranks have done a first DDP step.
 
+A worker that starts as a standby imports torch before its first line, one that starts cold after
+it: the time at which its imports are done says which is sooner.
+
 python bench_start.py [--python PY] [--against PY2] [--launcher torchrun]
 """
 
@@ -24,6 +27,7 @@ def main() -> None:
             events = _bench.run([*command, *_bench.rank("ddp", out)], out)
             return {
                 "first line": _bench.last(events, 0, "first_line") - began,
+                "imports done": _bench.last(events, 0, "imported") - began,
                 "first DDP step": _bench.last(events, 0, "first_step") - began,
             }
 

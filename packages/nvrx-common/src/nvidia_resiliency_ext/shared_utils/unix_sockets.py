@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from .errors import DeadlineExceededError, MalformedFrameError, WireError
 from .rundir import MAX_SOCKET_PATH_BYTES
-from .wire import FrameReader, MessageSet, receive_with_fds, rights
+from .wire import FrameReader, MessageSet, receive_once, rights
 
 __all__ = ["Channel", "connect", "listen", "set_ipc_socket_timeouts"]
 
@@ -73,11 +73,10 @@ def connect(path: str, timeout_s: float) -> socket.socket:
         set_ipc_socket_timeouts(sock.fileno(), max(timeout_s, 1e-6))
         sock.connect(path)
         set_ipc_socket_timeouts(sock.fileno(), 0.0)
-    except BlockingIOError as error:
+    except BaseException as error:  # whatever happens, the descriptor must not stay behind
         sock.close()
-        raise DeadlineExceededError(f"{path}: no space to connect within {timeout_s} s") from error
-    except BaseException:  # whatever happens, the descriptor must not stay behind
-        sock.close()
+        if isinstance(error, BlockingIOError):
+            raise DeadlineExceededError(f"{path}: no space within {timeout_s} s") from error
         raise
     return sock
 
@@ -192,8 +191,8 @@ class Channel:
         # Also after a failed send: what the peer sent before its end is still to be read.
         for _ in range(0 if self.is_garbled else _MAX_READS):
             try:
-                data, fds = receive_with_fds(self.sock, _READ_BYTES, self._max_fds, 0)
-            except TimeoutError:
+                data, fds = receive_once(self.sock, _READ_BYTES, self._max_fds)
+            except BlockingIOError:
                 break
             except (OSError, WireError) as exc:
                 self.is_over = True
@@ -249,18 +248,14 @@ class Channel:
             first = self._waiting[0]
             try:
                 sent = self.sock.sendmsg([first.data], rights(first.fds), _NEVER_WAITS)
-            except BlockingIOError:
-                return
-            except OSError:
-                self.is_over = True
+            except OSError as error:
+                self.is_over = not isinstance(error, BlockingIOError)
                 return
             self._waiting_bytes -= sent
             _close_all(first.fds)
-            if sent == len(first.data):
+            first.data, first.is_droppable = first.data[sent:], False
+            if not first.data:
                 self._waiting.popleft()
-            else:
-                first.data = first.data[sent:]
-                first.is_droppable = False
 
     def close(self) -> None:
         """Close the socket and every descriptor that nobody took; idempotent.

@@ -466,9 +466,14 @@ def receive_with_fds(
     """
     with _deadline_on(sock, timeout_s) as arm:
         arm()
-        data, ancillary, flags, _ = sock.recvmsg(
-            max_bytes, socket.CMSG_LEN(max_fds * _FD.size), socket.MSG_CMSG_CLOEXEC
-        )
+        return receive_once(sock, max_bytes, max_fds)
+
+
+def receive_once(sock: socket.socket, max_bytes: int, max_fds: int) -> tuple[bytes, list[int]]:
+    """Do what `receive_with_fds` does, with the socket's own timeout and errors."""
+    data, ancillary, flags, _ = sock.recvmsg(
+        max_bytes, socket.CMSG_LEN(max_fds * _FD.size), socket.MSG_CMSG_CLOEXEC
+    )
     fds: list[int] = []
     for level, kind, packed in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

@@ -192,10 +192,11 @@ class Inquiry:
     def _end(self, report: dict[str, Any]) -> None:
         """Report a hang, and end the ranks at fault or, without any, the one over its limit."""
         self._server.notify_launcher(messages.HangFound(report))
-        logger.error("%s", describe(report))
-        self._server.record_fault(report)
         for session in self._ending:
             session.terminate()
+        # After that: its imports, in another thread, have the interpreter for milliseconds.
+        logger.error("%s", describe(report))
+        self._server.record_fault(report)
 
     def _report(self, trigger: RankSession, verdict: Verdict) -> dict[str, Any]:
         finding, workers = self._finding, self._server.workers
