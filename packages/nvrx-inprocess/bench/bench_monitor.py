@@ -7,6 +7,7 @@ Each figure is a JSON line. Ranks are processes without torch, so that only the 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -18,7 +19,9 @@ from datetime import timedelta
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests-support"))
 
+from fork_server import ForkServer
 from monitor_lab import Lab
 
 from nvidia_resiliency_ext.inprocess._monitor.page import ProgressPage
@@ -48,10 +51,12 @@ def main() -> None:
     from torch.distributed import TCPStore
 
     host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for ranks in (1, 8):
-        for name, settings in _CASES.items():
-            show("monitor", f"{ranks} ranks, {name}", **cost(host.port, ranks, settings, options))
-    delays = [death_s(host.port) * 1e3 for _ in range(options.repeats)]
+    with contextlib.closing(ForkServer(["json"])) as server:
+        for ranks in (1, 8):
+            for name, settings in _CASES.items():
+                figures = cost(server, host.port, ranks, settings, options)
+                show("monitor", f"{ranks} ranks, {name}", **figures)
+        delays = [death_s(server, host.port) * 1e3 for _ in range(options.repeats)]
     show("death", "SIGKILL to report in the store", ms=statistics.median(delays), max=max(delays))
 
 
@@ -80,11 +85,15 @@ def ping_ns(repeats: int) -> float:
 
 
 def cost(
-    port: int, ranks: int, settings: dict[str, float], options: argparse.Namespace
+    server: ForkServer,
+    port: int,
+    ranks: int,
+    settings: dict[str, float],
+    options: argparse.Namespace,
 ) -> dict[str, float]:
     """Return what a monitor of so many ranks holds and uses while nothing happens."""
     with tempfile.TemporaryDirectory() as folder:
-        lab = Lab(port, ranks, Path(folder), **{**settings, "log_file": ""})
+        lab = Lab(server, port, ranks, Path(folder), **{**settings, "log_file": ""})
         try:
             began = time.monotonic()
             lab.start(*range(ranks))
@@ -111,10 +120,10 @@ def cost(
             lab.close()
 
 
-def death_s(port: int) -> float:
+def death_s(server: ForkServer, port: int) -> float:
     """Return the time from SIGKILL of a rank to the outcome in the store."""
     with tempfile.TemporaryDirectory() as folder:
-        lab = Lab(port, 2, Path(folder), log_file="")
+        lab = Lab(server, port, 2, Path(folder), log_file="")
         try:
             lab.up()
             iteration_store = wait_for_leases(lab, 1)

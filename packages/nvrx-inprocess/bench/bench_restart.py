@@ -14,13 +14,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests-support"))
+
+import ports
 
 WORKER = Path(__file__).with_name("_worker.py")
 LIMIT_S = 150
@@ -53,20 +56,13 @@ CASES: dict[str, tuple[int, Scenario]] = {
 }
 
 
-def free_port() -> int:
-    """Return a port of which the next ones are free, too, as far as one can know."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def run(python: Path, ranks: int, scenario: Scenario) -> dict[int, list[dict[str, Any]]]:
     """Run a job of one node; return each rank's events."""
-    with tempfile.TemporaryDirectory(prefix="nvrx-bench-") as folder:
-        port = str(free_port())
+    # Not a port that the system gave: a connection of the job before may still hold it.
+    with tempfile.TemporaryDirectory(prefix="nvrx-bench-") as folder, ports.claimed(3) as port:
         text = json.dumps({**scenario, "out": folder})
         base = {k: v for k, v in os.environ.items() if k != "LOCAL_RANK"}
-        base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+        base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
         started = []
         for rank in range(ranks):
             # Ranks that share a directory for temporary files share a monitor.
