@@ -76,7 +76,7 @@ def connect(path: str, timeout_s: float) -> socket.socket:
     except BaseException as error:  # whatever happens, the descriptor must not stay behind
         sock.close()
         if isinstance(error, BlockingIOError):
-            raise DeadlineExceededError(f"{path}: no space within {timeout_s} s") from error
+            raise DeadlineExceededError(f"{path}: its queue was full for {timeout_s} s") from error
         raise
     return sock
 
