@@ -6,10 +6,12 @@ That is what a launcher can see from outside, and what lets it start the imports
 
 from __future__ import annotations
 
-import _bench_worker  # first, for the time of its first line
+import time
+
+import _bench_worker  # before torch, for the time of its first line
 import torch
 
-IMPORTED = _bench_worker.time.monotonic()
+IMPORTED = time.monotonic()
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

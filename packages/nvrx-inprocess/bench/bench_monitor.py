@@ -51,7 +51,7 @@ def main() -> None:
     from torch.distributed import TCPStore
 
     host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with contextlib.closing(ForkServer(["json"])) as server:
+    with contextlib.closing(ForkServer(["monitor_modules"])) as server:
         for ranks in (1, 8):
             for name, settings in _CASES.items():
                 figures = cost(server, host.port, ranks, settings, options)
