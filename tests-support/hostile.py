@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plugin of pytest: with `--hostile` tests run with what a careless shell may leave to a program.
 
-Signals that `nohup` and a script's `&` ignore, no umask, the C locale, an odd time zone, a
-temporary directory whose path is too long for a socket, no home, a working directory with blanks,
-and few descriptors. Processes that tests start inherit all of it.
+Signals that `nohup` and a script's `&` ignore, no umask, the C locale, an odd time zone, output
+without a buffer (as in containers), a temporary directory whose path is too long for a socket, no
+home, a working directory with blanks, and few descriptors. Processes that tests start inherit all
+of it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 import pytest
 
 _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
-_ENVIRONMENT = {"LC_ALL": "C", "TZ": "CHAST-12:45CHADT"}
+_ENVIRONMENT = {"LC_ALL": "C", "PYTHONUNBUFFERED": "1", "TZ": "CHAST-12:45CHADT"}
 _UNSET = ("HOME", "LANG", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR")
 _DESCRIPTORS = 256
 _LONG = "a-temporary-directory-whose-path-is-longer-than-the-address-of-a-socket"

@@ -83,11 +83,21 @@ def test_the_job_after_a_killed_one_saves_to_its_directory(queue, fork_server, t
     while os.path.exists(f"/proc/{worker}"):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    # Twice without finalising in between: a job does not lock itself out.
+    assert save(queue, 1, tmp_path / "5") == [0]
+    assert_same(state_of(1), load_like(state_of(0), tmp_path / "5"))
+
+
+def test_saves_of_one_job_to_one_directory_follow_each_other(queue, tmp_path):
+    """Nothing replaces the files of a save before that is published; both are finalised."""
+    folder = tmp_path / "5"
     for value in (1, 2):
-        queue.schedule_async_request(request_for(state_of(value), tmp_path / "5"))
+        queue.schedule_async_request(request_for(state_of(value), folder))
+        assert queue.get_num_unfinalized_calls() == 1
+        queue._get_async_caller().wait(queue.async_calls[-1], DEADLINE_S)
     assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
-    assert_same(state_of(2), load_like(state_of(0), tmp_path / "5"))
+    assert queue.maybe_finalize_async_calls(blocking=True) == []
+    assert_same(state_of(2), load_like(state_of(0), folder))
+    assert verify_checkpoint(folder).whole
 
 
 def job_of(folder):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`RankMonitorServer`: the monitor that stands alone, in a process of its own and in ours."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -40,6 +41,19 @@ def process(socket_folder):
     yield it
     it.kill()
     it.join(20.0)
+
+
+@contextlib.contextmanager
+def stderr_to(path):
+    """Let processes that are started meanwhile write their stderr to a file."""
+    before = os.dup(2)
+    try:
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), 2)
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
 
 
 def test_it_judges_like_the_launchers_monitor(process, ranks, socket_folder):
@@ -114,16 +128,13 @@ def test_it_ends_with_its_parent(socket_folder):
     assert not (socket_folder / "m.sock").exists()
 
 
-def test_the_lines_of_layered_restarts(socket_folder, ranks, capfd):
+def test_the_lines_of_layered_restarts(socket_folder, ranks, tmp_path):
     """A restarter's monitor tells start, loss, recovery and end of its rank in order."""
-    path, read = str(socket_folder / "m.sock"), []
-
-    def reported():
-        read.append(capfd.readouterr().err)
-        return "".join(read)
-
+    path, reported = str(socket_folder / "m.sock"), (tmp_path / "err").read_text
     cfg = FaultToleranceConfig(rank_section_timeouts={"step": 60.0}, restart_check_interval=0.2)
-    process = RankMonitorServer.run_in_subprocess(cfg, path, is_restarter_logger=True)
+    # Not capfd: what is written while it empties its file is lost.
+    with stderr_to(tmp_path / "err"):
+        process = RankMonitorServer.run_in_subprocess(cfg, path, is_restarter_logger=True)
     try:
         ranks(path).do("init", "open step", "close step", "shutdown")
         # They come by time alone.

@@ -22,9 +22,11 @@ class Publication(Protocol):
     """What makes a checkpoint of files that are durable on all ranks.
 
     Attributes:
+        place: The directory of the checkpoint, or its address.
         begun: Whether `gather` was called.
     """
 
+    place: str
     begun: bool
 
     def gather(self) -> bool:

@@ -50,6 +50,14 @@ class CallState(enum.Enum):
     FAILED = "failed"
 
 
+def publication_of(request: AsyncRequest) -> Publication | None:
+    """Return what follows a save when all ranks have written; None where only the caller knows."""
+    if isinstance(request.async_fn, StagedWrite):
+        return request.async_fn.publication
+    args: Any = request.async_fn_args  # of any type: it is the caller's
+    return args.publication if isinstance(args, NoArguments) else None
+
+
 @dataclass
 class Call:
     """One scheduled request on this rank.
@@ -100,10 +108,7 @@ class Call:
     @property
     def publication(self) -> Publication | None:
         """What follows when all ranks have written; None where only the caller knows."""
-        if self.staged is not None:
-            return self.staged.publication
-        args: Any = self.request.async_fn_args  # of any type: it is the caller's
-        return args.publication if isinstance(args, NoArguments) else None
+        return publication_of(self.request)
 
 
 class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as it is

@@ -29,6 +29,7 @@ from ._callers import (
     CallState,
     PersistentAsyncCaller,
     TemporalAsyncCaller,
+    publication_of,
 )
 from ._options import QueueOptions
 from ._record import SaveRecorder
@@ -188,6 +189,7 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
         )
         self._caller: AsyncCaller | None = None
         self._next_idx = 0
+        self._finalized: list[int] = []  # by scheduling, and not yet returned
         self._stats = QueueStats()
         self._control = control_group()
         self._recorder = SaveRecorder()
@@ -228,7 +230,8 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
         """Stage a save and write it in the background; all ranks that finalise it must call this.
 
         When it returns, the trainer may change all data of the request. Failures are reported by
-        `maybe_finalize_async_calls`.
+        `maybe_finalize_async_calls`. While an older save to the same directory is pending, that is
+        finalised first, for which all ranks wait.
 
         Args:
             async_request: The save: an `AsyncRequest`, or another object with the same fields
@@ -240,6 +243,8 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
         Raises:
             QueueFullError: `max_pending` saves are pending, and `on_full` is "error".
             TypeError: `async_request` is not a request.
+            AsyncSaveError: An older save to the same directory failed; this one is not scheduled.
+            Exception: The exception of a finalize function of such a save.
         """
         request = converted(async_request)
         # Counted in calls that all ranks have, so that all of them decide alike.
@@ -250,6 +255,7 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
             self._stats.skipped += 1
             logger.warning("a save is skipped: %d are pending", len(self.async_calls))
             return SKIPPED
+        self._finalize_older(request)
         idx = self._next_idx
         self._next_idx += 1
         call = Call(request._replace(call_idx=idx).freeze(), idx)
@@ -278,7 +284,7 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
                 later ones are not. Not with `on_error="warn"`.
             Exception: The exception of a finalize function.
         """
-        done = []
+        done, self._finalized = self._finalized, []
         while self.async_calls:
             call = self.async_calls[0]
             state, failure = self._outcome(call, blocking, no_dist)
@@ -342,6 +348,13 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
     def persistent_caller(self) -> PersistentAsyncCaller | None:
         """The caller that keeps the worker process, or None."""
         return self._caller if isinstance(self._caller, PersistentAsyncCaller) else None
+
+    def _finalize_older(self, request: AsyncRequest) -> None:
+        """Finalise what is pending if the request replaces the files of a part of it."""
+        publication = publication_of(request)
+        pending = (call.publication for call in self.async_calls)
+        if publication is not None and publication.place in [p.place for p in pending if p]:
+            self._finalized = self.maybe_finalize_async_calls(blocking=True)
 
     def _outcome(
         self, call: Call, blocking: bool, no_dist: bool
@@ -449,6 +462,7 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
     def _stop(self, *, abort: bool) -> None:
         caller, self._caller = self._caller, None
         self.async_calls.clear()
+        self._finalized.clear()
         self._next_idx = 0
         if caller is not None:
             caller.close(abort=abort)

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import hashlib
 import inspect
+import os
 import pickle
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -366,6 +367,7 @@ class _Publication:
         self, writer: FileSystemWriterAsync, metadata: Metadata | None, wrapper: _DistWrapper
     ) -> None:
         self.metadata = metadata
+        self.place = os.path.abspath(writer.checkpoint_id)
         self.begun = False
         self._writer = writer
         self._wrapper = wrapper
