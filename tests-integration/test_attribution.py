@@ -114,7 +114,7 @@ def test_a_service_that_misbehaves_neither_ends_nor_delays_a_job(
     service.mode = mode
     url = NOBODY if mode == "refuses" else service.url
     job.start("--last-cycle", "2", "*:1:die", flags=flags_of(job, url, "no-restart"))
-    job.wait(20.0)
+    job.wait(50.0)  # a request to the service that hangs ends after 60 s
     assert job.cycles() == [0, 1, 2, 3], job.log()
 
 

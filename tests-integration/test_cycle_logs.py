@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import ports
 import pytest
-from fault_jobs import is_running, state_of, wait_until
+from fault_jobs import GONE_WITHIN_S, is_running, state_of, wait_until
 
 if TYPE_CHECKING:
     from fault_jobs import Job
@@ -123,7 +123,7 @@ def test_a_killed_launcher_leaves_no_log_server(job: Job, port: int) -> None:
     before = job.processes()
     os.kill(job.pid, signal.SIGKILL)
     job.wait()
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + GONE_WITHIN_S
     while left := [pid for pid in before if is_running(pid)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.02)

@@ -8,7 +8,7 @@ import signal
 from typing import TYPE_CHECKING
 
 import pytest
-from fault_jobs import WATCHED_SECTIONS, is_running, wait_until
+from fault_jobs import GONE_WITHIN_S, WATCHED_SECTIONS, is_running, wait_until
 
 if TYPE_CHECKING:
     from fault_jobs import Job
@@ -91,6 +91,6 @@ def test_nothing_is_left_when_monitor_and_launcher_are_killed(job: Job) -> None:
     os.kill(monitor, signal.SIGKILL)
     os.kill(job.pid, signal.SIGKILL)
     job.wait()
-    wait_until(lambda: not job.processes(), lambda: str(job.leftovers()), 5)
+    wait_until(lambda: not job.processes(), lambda: str(job.leftovers()), GONE_WITHIN_S)
     for path in sorted(job.temporary.rglob("*"), reverse=True):  # the next start would remove it
         path.rmdir() if path.is_dir() else path.unlink()

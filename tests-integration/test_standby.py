@@ -97,7 +97,10 @@ def test_imports_that_fail_mean_a_cold_start(job: Job) -> None:
 
 def test_a_fault_while_standbys_are_warming(job: Job) -> None:
     """A death while the standbys still import is followed by a correct cycle, not a warm one."""
-    (job.folder / f"{SLOW_MODULE}.py").write_text("import time\ntime.sleep(5)\n")
+    go = job.folder / "go"
+    (job.folder / f"{SLOW_MODULE}.py").write_text(
+        f"import os, time\nwhile not os.path.exists({str(go)!r}):\n    time.sleep(0.01)\n"
+    )
     job.start(
         *("--last-cycle", "1", *RANK),
         prewarm="auto",
@@ -107,6 +110,8 @@ def test_a_fault_while_standbys_are_warming(job: Job) -> None:
     job.wait_for(0, range(2), "stepped")
     wait_until(lambda: standbys(job), lambda: f"a warming standby\n{job.log()}")
     os.kill(job.rank_pid(0, 1), signal.SIGKILL)
+    wait_until(lambda: [e for e in job.events("worker_start") if e["cycle"] == 1], job.log)
+    go.touch()
     assert job.wait() == 0, job.log()
     assert job.cycles() == [0, 1], job.log()
     early = [event for event in job.events("worker_start") if event["cycle"] == 1]

@@ -299,6 +299,13 @@ class NodesJob:
             first.setdefault(entry["rank"], entry["t"])
         return max(first.values())
 
+    def workers_started(self, cycle: int) -> float:
+        """Return when the first worker of a cycle was started, by the wall clock.
+
+        What follows, the start of a Python, takes a busy machine many seconds.
+        """
+        return float(min(e["t"] for e in self.events("worker_start") if e["cycle"] == cycle))
+
     def let_end(self) -> None:
         """Tell counting ranks to end some steps from now, or as soon as they hear of it."""
         steps = max((int(entry["step"]) for entry in self.entries("step")), default=0) + 20

@@ -303,6 +303,7 @@ def test_dumps_of_few_jobs_are_analysed_at_once(tmp_path):
     logs = [tmp_path / f"{number}.log" for number in range(6)]
     running: list[str] = []
     counts = []
+    two_run = asyncio.Event()
 
     class Slow(fr_support.TraceAnalyzer):
         def discover_fr_dump_path(self, log_path):
@@ -311,7 +312,9 @@ def test_dumps_of_few_jobs_are_analysed_at_once(tmp_path):
         async def analyze_fr_dump(self, dump_path):
             running.append(dump_path)
             counts.append(len(running))
-            await asyncio.sleep(0.02)
+            if len(running) == 2:
+                two_run.set()
+            await asyncio.wait_for(two_run.wait(), 60)
             running.remove(dump_path)
 
     async def scenario():
@@ -339,7 +342,7 @@ def test_verdict_does_not_wait_for_dumps_for_ever(tmp_path, caplog):
             await asyncio.Event().wait()
 
     async def scenario():
-        analyzer = Analyzer(str(tmp_path), compute_timeout=1.0, times=FAST, trace_analyzer=Hung())
+        analyzer = Analyzer(str(tmp_path), compute_timeout=6.0, times=FAST, trace_analyzer=Hung())
         for log in logs:
             log.write_text(OOM)
             await analyzer.submit(str(log), analysis_intent="terminal", log_complete=True)
@@ -367,7 +370,7 @@ def test_analysis_that_took_too_long_has_failed_for_pollers(tmp_path):
             release.wait(30)
 
     async def scenario():
-        analyzer = Analyzer(str(tmp_path), compute_timeout=0.3, times=FAST, trace_analyzer=Slow())
+        analyzer = Analyzer(str(tmp_path), compute_timeout=2.0, times=FAST, trace_analyzer=Slow())
 
         async def polled():
             found = await analyzer.analyze(str(log), wait=False)

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_saves import PROGRAMS
 
 from nvidia_resiliency_ext.checkpointing import read_latest, verify_checkpoint
+from nvidia_resiliency_ext.shared_utils.procfs import is_running
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +66,7 @@ def test_random_kills_leave_a_checkpoint_that_loads(fork_server, tmp_path):
                     if both > 0.5:
                         break
         limit = time.monotonic() + DEADLINE_S
-        while any(os.path.exists(f"/proc/{pid}") for pid in workers):
+        while any(is_running(pid) for pid in workers):
             assert time.monotonic() < limit
             time.sleep(0.05)
         step = newest_loaded(tmp_path)

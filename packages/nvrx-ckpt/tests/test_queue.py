@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Queues on one rank: functions, failures, aborts, and what is left behind."""
 
+import contextlib
 import fcntl
 import gc
 import logging
@@ -53,6 +54,7 @@ from nvidia_resiliency_ext.checkpointing.async_ckpt.core import (
     QueueFullError,
 )
 from nvidia_resiliency_ext.shared_utils.abort_hooks import run_abort_hooks
+from nvidia_resiliency_ext.shared_utils.procfs import is_running
 from nvidia_resiliency_ext.shared_utils.wire import receive_message, send_with_fds
 
 pytestmark = pytest.mark.slow
@@ -168,7 +170,7 @@ def test_worker_that_dies_between_saves_is_replaced(queue, tmp_path):
     assert queue.persistent_caller.process is not worker
 
 
-def test_abort_of_another_thread_ends_a_wait(queue, tmp_path):
+def test_abort_of_another_thread_ends_a_wait(queue, tmp_path, monkeypatch):
     """An abort from the abort hooks ends a blocking finalise, and the queue begins anew."""
     ran = []
     args = (str(tmp_path / "never"),)
@@ -176,6 +178,9 @@ def test_abort_of_another_thread_ends_a_wait(queue, tmp_path):
         AsyncRequest(failing_files.wait_for_file, args, [lambda: ran.append(1)])
     )
     ended = []
+    caller, waits = queue.persistent_caller, threading.Event()
+    wait = caller.wait
+    monkeypatch.setattr(caller, "wait", lambda *args: (waits.set(), wait(*args))[1])
 
     def finalize():
         try:
@@ -185,7 +190,7 @@ def test_abort_of_another_thread_ends_a_wait(queue, tmp_path):
 
     waiting = threading.Thread(target=finalize)
     waiting.start()
-    time.sleep(0.2)
+    assert waits.wait(DEADLINE_S)
     run_abort_hooks()
     waiting.join(DEADLINE_S)
     assert not waiting.is_alive()
@@ -349,6 +354,13 @@ def test_bad_options_name_the_variable(monkeypatch):
             AsyncCallsQueue(**{name: value})
 
 
+def niceness_of(thread):
+    """Return the niceness of a thread of any process; None when it has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        return os.getpriority(os.PRIO_PROCESS, thread)
+    return None
+
+
 def test_worker_is_light_and_polite(caplog):
     """The worker that writes has no torch; all its threads have the priorities that are logged."""
     caplog.set_level(logging.INFO, "nvrx")
@@ -358,7 +370,8 @@ def test_worker_is_light_and_polite(caplog):
     pid = queue.persistent_caller.process.pid
     threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     assert len(threads) > 2
-    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {10}
+    # One that unlocks what was saved may end meanwhile.
+    assert {niceness_of(thread) for thread in threads} - {None} == {10}
     assert {_priority.io_class_of(thread) for thread in threads} <= {3, None}
     assert caplog.text.count(f"worker process {pid} has niceness 10 and disk priority class 3") == 1
     assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
@@ -406,7 +419,7 @@ def test_nothing_outlives_the_trainer(how, fork_server, tmp_path):
         if how == "SIGKILL":
             trainer.kill()
         trainer.wait(DEADLINE_S)
-        wait_until(lambda: not os.path.exists(f"/proc/{worker}"))
+        wait_until(lambda: not is_running(worker))
         errors = trainer.errors.read()
         assert how == "SIGKILL" or "saves were not finalised: 0" in errors
         assert (tmp_path / "file").exists() == (how == "writes")

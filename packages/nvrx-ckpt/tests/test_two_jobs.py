@@ -16,6 +16,7 @@ from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import (
     LocalCheckpointManager,
 )
+from nvidia_resiliency_ext.shared_utils.procfs import is_running
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
@@ -56,7 +57,7 @@ def test_a_checkpoint_that_another_job_saves_is_not_touched(queue, fork_server, 
     with first_job(fork_server, "dcp", folder, go) as job:
         assert job.output.readline().strip().isdigit()
         deadline = time.monotonic() + DEADLINE_S
-        while not (folder / ".nvrx_manifest.0.json").exists():
+        while not (tmp_path / "go.begun").exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
         for stage in ("writing", "written"):
@@ -80,7 +81,7 @@ def test_the_job_after_a_killed_one_saves_to_its_directory(queue, fork_server, t
         worker = job.output.readline().strip()
         job.kill()
     deadline = time.monotonic() + DEADLINE_S
-    while os.path.exists(f"/proc/{worker}"):
+    while is_running(int(worker)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert save(queue, 1, tmp_path / "5") == [0]

@@ -9,6 +9,7 @@ import sys
 import threading
 from unittest.mock import Mock
 
+import ports
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
@@ -24,7 +25,7 @@ from nvidia_resiliency_ext.fault_tolerance._monitor import messages
 from nvidia_resiliency_ext.fault_tolerance._plan.plan import plan_from_args
 from nvidia_resiliency_ext.fault_tolerance._report.events import EventReporter
 from nvidia_resiliency_ext.fault_tolerance._report.failures import FailureLog
-from nvidia_resiliency_ext.fault_tolerance._workers.command import PortReservation, missing_module
+from nvidia_resiliency_ext.fault_tolerance._workers.command import missing_module
 from nvidia_resiliency_ext.fault_tolerance.cli_args import parse_args
 from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
 from nvidia_resiliency_ext.shared_utils.children import ExitStatus
@@ -303,12 +304,11 @@ def test_who_waits_for_others_says_where_and_how_long():
     """A launcher that is alone names the endpoint, the time and how many must come."""
     command = [sys.executable, "-m", "nvidia_resiliency_ext.fault_tolerance.launcher"]
     command += ["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-conf", "join_timeout=1"]
-    port = PortReservation()
-    command[-3] = f"127.0.0.1:{port.port}"
-    port.release()
-    done = subprocess.run(
-        [*command, "-m", "this"], capture_output=True, text=True, timeout=120, check=False
-    )
+    with ports.claimed() as port:
+        command[-3] = f"127.0.0.1:{port}"
+        done = subprocess.run(
+            [*command, "-m", "this"], capture_output=True, text=True, timeout=120, check=False
+        )
     assert done.returncode == 1
     said = done.stdout + done.stderr
     assert f"this launcher serves the store at {command[-3]}" in said

@@ -418,7 +418,7 @@ def test_training_from_standby_equals_a_cold_one(tmp_path):
     assert all(rank["same_object"] for rank in warm)
     assert len({rank["seed"] for rank in warm + cold}) == 4
     assert {rank["pid"] for rank in warm} == pids
-    assert max(rank["first_step_at"] for rank in warm) - go_at < 5.0
+    assert max(rank["first_step_at"] for rank in warm) - go_at < 30.0
 
 
 @pytest.mark.slow

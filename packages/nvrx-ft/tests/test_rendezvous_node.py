@@ -416,10 +416,10 @@ def test_a_late_node_waits_without_limit(served: Served, beside: Callable[..., B
         first = beside(0)
         first.join(0)
         assert isinstance(first.next(), Placed)
-        late = Launched(served, 1, join_timeout_s=0.3)
+        late = Launched(served, 1, join_timeout_s=3.0)
         late.rendezvous.join(0)
         with pytest.raises(AssertionError):
-            late.next(within_s=1.0)
+            late.next(within_s=4.0)
         first.threads.submit(lambda session: session.open_next(0, CAUSE))
         assert late.next() == "NextRoundOpened"
         late.close()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steering a running job with `nvrx-straggler`, and the events that it leaves."""
 
+import contextlib
 import gc
 import json
 import os
@@ -350,7 +351,19 @@ def test_requests_through_the_store_are_refused_to_others(store, capsys, caplog,
     other = tmp_path / "other"
     other.touch(0o600)
     other.write_text("guessed")
-    assert main(["disable", *address, "--token-file", str(other)]) == 2
+
+    @contextlib.contextmanager
+    def one_request():
+        """Wait for the next challenge at the end: it comes after the answer."""
+        before = store.get(store_control._CHALLENGE)
+        yield
+        deadline = time.monotonic() + 60
+        while store.get(store_control._CHALLENGE) == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    with one_request():
+        assert main(["disable", *address, "--token-file", str(other)]) == 2
     assert "not signed with this token" in capsys.readouterr().err
     token = TokenFile(os.environ["NVRX_STRAGGLER_TOKEN_FILE"]).token()
     challenge = store.get(store_control._CHALLENGE)
@@ -359,12 +372,10 @@ def test_requests_through_the_store_are_refused_to_others(store, capsys, caplog,
     again = store_control._seal(token, b"request", challenge, nonce, Change({"enabled": False}))
     for data in (again, again, b"", b"x", bytes(100), bytes(2 << 20)):
         store.delete_key(answer)
-        before = store.get(store_control._CHALLENGE)
-        store.set(store_control._REQUEST, data)
-        deadline = time.monotonic() + 60
-        while store.get(store_control._CHALLENGE) == before and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert main(["status", *address]) == 0
+        with one_request():
+            store.set(store_control._REQUEST, data)
+        with one_request():
+            assert main(["status", *address]) == 0
     assert Detector._session.pending.version == 1
     assert not store.check([answer])
     assert "challenge" not in caplog.text

@@ -67,7 +67,8 @@ class SlowFile(io.FileIO):
 
 
 def open_late(go, path, mode):
-    """Open a file when another one is there."""
+    """Open a file when another one is there; `<go>.begun` tells that it is waited for."""
+    Path(f"{go}.begun").touch()
     wait_for_file(go)
     return open(path, mode)
 

@@ -59,7 +59,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
 )
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
-LEASE_S = 0.5
+LEASE_S = 1.0  # on a busy machine the threads of all nodes wait for one interpreter
 LIMIT_S = 90.0
 LOOK_AGAIN_S = 0.1
 GOODBYE_WAIT_S = 0.5

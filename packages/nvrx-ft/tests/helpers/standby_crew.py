@@ -25,7 +25,8 @@ def shared_env():
     """Return the environment that all ranks share."""
     names = ("PATH", "HOME", "TMPDIR", "LANG")
     return {name: os.environ[name] for name in names if name in os.environ} | {
-        "OMP_NUM_THREADS": "1"
+        "OMP_NUM_THREADS": "1",
+        "RES_OPTIONS": "timeout:1 attempts:1",  # gloo asks for the name of each peer
     }
 
 

@@ -204,10 +204,10 @@ class Aggregation:
         self._stack.close()
 
     def _merge(self) -> Step:
-        reads = self._read()
         now_ms = None
-        if self._job.is_ordered:
+        if self._job.is_ordered:  # before reading: what is old enough then is in the files
             now_ms = _ALL_TIMES if self._targets is not None else int(time.time() * 1000)
+        reads = self._read()
         lengths = take([read for _, read in reads], now_ms=now_ms)
         for (source, read), length in zip(reads, lengths, strict=True):
             # Lines that wait are looked at again; a half line is not, before something comes.
