@@ -151,7 +151,7 @@ def test_the_managed_service_stops_a_job_that_cannot_run(job: Job) -> None:
     program.write_text(IMPORTS_NOTHING)
     flags = flags_of(job, "localhost", "no-restart")
     job.start(program=program, nproc=1, max_restarts=20, flags=flags)
-    assert job.wait(50.0) == 93, said_by(job)
+    assert job.wait() == 93, said_by(job)
     assert "user.import_error" in job.log()
 
 

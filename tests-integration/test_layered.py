@@ -218,7 +218,7 @@ def test_the_monitor_with_the_shorter_timeout_ends_a_hung_rank(layered: Layered)
     The launcher's monitor takes no restart for a hang, and finds a dead rank, not a hung one.
     """
     deeds = ("0:0:1:7:sleep", "0:1:0:12:stop")
-    options = ("--peace", "--client", "--steps", "30", "--soft", "2")
+    options = ("--peace", "--client", "--steps", "30", "--soft", "4")
     assert layered.run(*options, *deeds, flags=BEATS, limit_s=150) == 0, layered.job.log()
     assert layered.cycles() == [0, 1]
     assert first_two(layered.iterations(0)) == {0: [0, 1], 1: [0, 1]}

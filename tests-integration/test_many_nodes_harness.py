@@ -89,8 +89,12 @@ def alone(
 def test_a_second_group_at_work_fails_the_check(nodes_job: Callable[..., NodesJob]) -> None:
     """Two groups that really train at once on two hosts with clocks apart are told apart."""
     job = nodes_job(2)
-    processes = [alone(job, host, cycle=n) for n, host in enumerate(job.network)]
-    assert [process.wait(20) for process in processes] == [0, 0], job.tails()
+    processes = []
+    for cycle, host in enumerate(job.network):
+        processes.append(alone(job, host, cycle=cycle, steps=NEVER))
+        wait_until(lambda cycle=cycle: job.entries("step", cycle), job.tails)
+    job.let_end()
+    assert [process.wait(60) for process in processes] == [0, 0], job.tails()
     with pytest.raises(AssertionError, match="is after"):
         job.assert_fenced()
 
@@ -169,9 +173,9 @@ def test_ddp_under_torchrun(nodes_job: Callable[..., NodesJob]) -> None:
     results = []
     for disturbed in (False, True):
         job = nodes_job(3, launcher=TORCHRUN)
-        job.start("--steps", str(STEPS), program=DDP_RANK)
+        job.start("--steps", str(STEPS), "--step-ms", "40", program=DDP_RANK)
         if disturbed:
-            job.wait_for_step(0, STEPS // 2, ranks=3, limit_s=90)
+            job.wait_for_step(0, 11, ranks=3, limit_s=90)  # 10 is saved; two seconds are left
             for host in job.network:
                 host.kill_all()
             assert set(job.wait().values()) == {-signal.SIGKILL}

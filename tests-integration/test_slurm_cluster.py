@@ -110,7 +110,7 @@ def test_a_job_that_lost_a_host_goes_on_elsewhere(nodes_job: Callable[..., Nodes
 def test_several_nodes_on_one_machine(tmp_path: Path) -> None:
     """The script alone gives a cluster of two nodes on this machine, and takes it away again."""
     folder = tmp_path / "slurm"
-    port = str(20000 + os.getpid() % 10000)
+    port = str(20000 + os.getpid() % 2000 * 5)
     environment = os.environ | {
         "SLURM_PORT": port,
         "SLURM_CONF": str(folder / "slurm.conf"),

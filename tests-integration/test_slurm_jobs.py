@@ -46,7 +46,7 @@ def cluster(nodes_job: Callable[..., NodesJob]) -> Iterator[Callable[[int], Slur
 
     yield make
     for jobs in made:
-        jobs.job.assert_nothing_left(20)
+        jobs.job.assert_nothing_left()
         jobs.slurm.close()
 
 
@@ -108,7 +108,7 @@ def test_a_cancelled_job_tells_its_workers_and_ends(cluster: Callable[[int], Slu
     jobs.wait_for_ranks(0, 6, step=3)
     jobs.shell(f"scancel {job}")
     jobs.wait_for_state(job, "CANCELLED")
-    jobs.job.assert_nothing_left(20)
+    jobs.job.assert_nothing_left()
     assert {entry["rank"] for entry in jobs.job.entries("told")} == set(range(6))
     assert jobs.job.entries("saved"), jobs.logs()
     assert jobs.job.cycles() == [0]
@@ -387,12 +387,12 @@ def start_array(
     )
 
 
-def test_launchers_of_several_nodes_on_one_machine(job: Job) -> None:
+def test_launchers_of_several_nodes_on_one_machine(job: Job, port: int) -> None:
     """Two slurmd on this machine: two launchers at one address, when that is said to be meant."""
     folder = job.folder / "slurm"
     environment = job.environment(
         {
-            "SLURM_PORT": str(20000 + os.getpid() % 10000),
+            "SLURM_PORT": str(20000 + os.getpid() % 2000 * 5),
             "SLURM_CONF": str(folder / "slurm.conf"),
             "PATH": os.environ["PATH"] + SBIN,
         }
@@ -413,7 +413,6 @@ def test_launchers_of_several_nodes_on_one_machine(job: Job) -> None:
     shared.mkdir()
     try:
         assert call(str(SCRIPT), "start", str(folder), "2").returncode == 0
-        port = str(30000 + os.getpid() % 10000)
         command = (
             *("srun", "-N2", "--ntasks-per-node=1", sys.executable, "-m", LAUNCHER),
             *("--nnodes", "2", "--nproc-per-node", "2", "--ft-prewarm", "off"),

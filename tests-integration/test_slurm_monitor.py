@@ -41,7 +41,7 @@ class OneMachine:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.environment = os.environ | {
-            "SLURM_PORT": str(20000 + os.getpid() % 10000),
+            "SLURM_PORT": str(20000 + os.getpid() % 2000 * 5),
             "SLURM_CONF": str(folder / "slurm.conf"),
             "PATH": os.environ["PATH"] + SBIN,
         }

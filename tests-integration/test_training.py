@@ -78,7 +78,7 @@ def test_weights_after_a_kill_and_a_hang(job: Job) -> None:
     assert sum(event["steps"] for event in job.events("progress")) >= 2 * STEPS
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "name",
     [
@@ -109,7 +109,7 @@ def test_an_example_recovers_from_a_kill(job: Job, name: str) -> None:
     found = re.search(r"rank 1 \(pid (\d+)\) starts at step 0", job.log())
     assert found, job.log()
     os.kill(int(found[1]), signal.SIGKILL)
-    assert job.wait(60) == 0, job.log()
+    assert job.wait() == 0, job.log()
     starts = [int(step) for step in re.findall(r"starts at step (\d+)", job.log())]
     assert len(starts) == 4, job.log()
     assert min(starts[2:]) >= 150

@@ -29,7 +29,7 @@ from chaos_plan import (
     Fault,
     restarts_allowed,
 )
-from fault_jobs import command_of, wait_until
+from fault_jobs import GONE_WITHIN_S, command_of, wait_until
 from many_nodes import PORT, RECORD, NodesJob
 
 if TYPE_CHECKING:
@@ -427,7 +427,7 @@ class Campaign:
                     lambda host=host: self._launcher(host).poll() is not None, f"{host} is left"
                 )
                 with contextlib.suppress(AssertionError):
-                    wait_until(lambda host=host: not host.processes(), "no process left", 5)
+                    wait_until(lambda host=host: not host.processes(), "", GONE_WITHIN_S)
                 left = [command_of(pid) for pid in host.processes()]
                 assert not left, f"left on {host}: {left}\n{self.job.tails()}"
                 self._replace(host)

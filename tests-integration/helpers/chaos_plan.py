@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 LEASE_S = 1.0
 # Silence of this length ends a node for certain; below, either may happen.
-SURELY_LOST_S = 3.3 * LEASE_S
-# By then a silence has had all its consequences.
-DECIDED_S = 3.6 * LEASE_S
+SURELY_LOST_S = 4.0 * LEASE_S
+# By then a silence has had all its consequences, also on a busy machine.
+DECIDED_S = 5.0 * LEASE_S
 
 RANK_KINDS = ("kill_rank", "raise_in_rank", "hang_rank", "two_ranks")
 LAUNCHER_KINDS = ("kill_launcher", "drain_launcher", "stop_launcher", "cut_link", "power_off")
@@ -58,7 +58,7 @@ def plan(seed: int, count: int, *, control: bool, only: tuple[str, ...] = ()) ->
         dice.shuffle(kinds)
         for kind in kinds[: count - len(faults)]:
             is_long = dice.random() < 0.5
-            length_s = dice.uniform(SURELY_LOST_S, 5.0) if is_long else dice.uniform(0.2, 3.3)
+            length_s = dice.uniform(SURELY_LOST_S, 5.7) if is_long else dice.uniform(0.2, 3.3)
             faults.append(
                 Fault(
                     number=len(faults),

@@ -20,11 +20,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import no_compiler  # noqa: F401 - before torch
+import torch
+import torch.distributed as dist
 from ddp_rank import CHECKPOINT, RESULT, Trainer
 from shared_record import Monitor, Record
 

@@ -434,7 +434,7 @@ sys.stdin.read()
 """
 
     async def talk():
-        async with NVRxMCPClient([sys.executable, "-c", mute], call_timeout_s=3.0) as client:
+        async with NVRxMCPClient([sys.executable, "-IS", "-c", mute], call_timeout_s=5.0) as client:
             asked = (
                 *(client.list_tools(), client.list_resources()),
                 *(client.read_resource("attribution://m/1"), client.get_status()),

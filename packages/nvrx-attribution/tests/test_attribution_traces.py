@@ -293,6 +293,7 @@ def test_reader_that_cannot_start_leaves_nothing(tmp_path, monkeypatch):
     """Without an interpreter for the readers there is an error, and no open descriptor."""
     folder = simulated.write(simulated.make_job("host_stuck", 16, 1), tmp_path / "dumps")
     for interpreter, text in (("/does/not/exist", "start"), ("/bin/false", "exit code 1")):
+        gc.collect()  # what earlier tests left is closed now, and not meanwhile
         before = os.listdir("/proc/self/fd")
         with monkeypatch.context() as patch:
             patch.setattr(sys, "executable", interpreter)

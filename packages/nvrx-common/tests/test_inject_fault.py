@@ -65,7 +65,7 @@ def test_fatal_faults(fault: str, signum: int) -> None:
     assert code == -signum
     assert _what(lines, "callback")["thread"]
     assert 0 <= _what(lines, "callback")["at"] - _what(lines, "due")["due"] < _JITTER_S
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     (line,) = [line for line in err.splitlines() if "CRITICAL" in line]
     assert line.startswith(f"CRITICAL {_LOGGER} FAULT INJECTION: {fault} in process ")
 
@@ -108,7 +108,7 @@ def test_signal_reaches_a_stuck_interpreter(fault: str, signum: int) -> None:
     assert code == signum
     assert _what(lines, "stuck")
     assert not [line for line in lines if line["what"] in {"free", "callback"}]
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     assert f"FAULT INJECTION: {fault} to process" in err
 
 

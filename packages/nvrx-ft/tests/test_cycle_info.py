@@ -103,7 +103,7 @@ def test_the_end_of_a_cycle_that_another_process_began(tmp_path: Path) -> None:
     first = info.CycleInfoWriter(str(tmp_path))
     first.write_cycle_start("a", 0, 0, START, "/log", "n1")
     second = info.CycleInfoWriter(str(tmp_path))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not (tmp_path / "cycle_info.a.0.0").exists():
         assert time.monotonic() < deadline
         threading.Event().wait(0.01)
@@ -239,7 +239,7 @@ def test_an_end_that_could_not_be_written_holds_nothing_up(tmp_path: Path, disk:
     writer.write_cycle_start("a", 0, 0, START, "", "n1")
     done = threading.Event()
     writer._hand_over(done.set)
-    assert done.wait(10)
+    assert done.wait(60)
     disk.is_full = True
     writer.write_cycle_start("a", 0, 1, END, "", "n1")
     disk.wait_until_it_refused()

@@ -74,7 +74,7 @@ def run_to_end(standby, tmp_path, **env):
         event = conformance.receive(standby)
     assert isinstance(event, Begun), event
     standby.release()
-    status = standby.child.wait(20.0)
+    status = standby.child.wait(60.0)
     return status.describe(), *(path.read_text() for path in paths)
 
 
@@ -111,7 +111,7 @@ def test_go_during_imports_skips_the_rest(tmp_path, held):
     assert isinstance(conformance.receive(standby), Begun)
     out = os.dup(standby._outputs[0])
     standby.release()
-    assert standby.child.wait(20.0).describe() == "exit code 0"
+    assert standby.child.wait(60.0).describe() == "exit code 0"
     text = os.pread(out, 100, 0)
     os.close(out)
     assert text == b"False ran\n"
@@ -125,7 +125,7 @@ def test_failing_import_does_not_run_the_script(tmp_path, held):
     event = conformance.receive(standby)
     assert isinstance(event, Failed)
     assert "No module named 'there_is_no_such_module'" in event.reason
-    assert standby.child.wait(10.0).code == 70
+    assert standby.child.wait(60.0).code == 70
     assert not ran.exists()
 
 
@@ -171,7 +171,7 @@ def test_leaves_silently_when_the_launcher_is_gone(tmp_path, held):
     outputs = [os.dup(fd) for fd in standby._outputs]
     standby.release()
     child = standby.child
-    assert child.wait(10.0).describe() == "exit code 0"
+    assert child.wait(60.0).describe() == "exit code 0"
     written = [os.fstat(fd).st_size for fd in outputs]
     for fd in outputs:
         os.close(fd)
@@ -206,7 +206,7 @@ def test_dies_with_the_launcher(tmp_path):
         assert output.read() == ""
     try:
         with PidHandle(pid) as handle:
-            assert handle.wait(10.0)
+            assert handle.wait(60.0)
     except ProcessLookupError:
         pass
 

@@ -14,6 +14,7 @@ from multiprocessing import shared_memory
 import pytest
 
 from nvidia_resiliency_ext.fault_tolerance import utils
+from nvidia_resiliency_ext.fault_tolerance._core import processes
 
 SLEEPER = [sys.executable, "-S", "-c", "print('up', flush=True); import time; time.sleep(600)"]
 
@@ -103,7 +104,7 @@ def test_own_group_is_never_ended():
         assert child.wait(30) == 0
 
 
-def test_resource_tracker_may_clean_up():
+def test_resource_tracker_may_clean_up(monkeypatch):
     """Shared memory of a killed program is removed, because its tracker is not killed with it."""
     program = (
         "import time; from multiprocessing import shared_memory;"
@@ -117,6 +118,8 @@ def test_resource_tracker_may_clean_up():
         group_becomes(
             child.pid, lambda all_of: any("resource_tracker" in str(e["cmdline"]) for e in all_of)
         )
+        # It may be starting still.
+        monkeypatch.setattr(processes, "_TRACKER_GRACE_S", 60.0)
         utils.terminate_mp_processes({child.pid})
         assert child.wait(30) == -signal.SIGKILL
         with pytest.raises(FileNotFoundError):

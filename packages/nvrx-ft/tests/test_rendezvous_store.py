@@ -29,7 +29,7 @@ from nvidia_resiliency_ext.shared_utils.store_client import StoreLostError, Wait
 
 pytestmark = pytest.mark.slow
 
-SOON_S = 5.0
+SOON_S = 30.0
 # A wait that has not ended by then does not go by its own time.
 PATIENCE_S = 60.0
 
@@ -507,8 +507,8 @@ def test_a_store_without_the_job_is_said_so(served: Served) -> None:
 def test_a_shared_secret_is_found(served: Served) -> None:
     """Without a token nodes take the key that the host left."""
     secret = store.agree_on_secret(served.raw(), "p:")
-    host = store.connect("127.0.0.1", served.port, "p:", secret, 1.0)
-    node = store.connect("127.0.0.1", served.port, "p:", None, 1.0)
+    host = store.connect("127.0.0.1", served.port, "p:", secret, SOON_S)
+    node = store.connect("127.0.0.1", served.port, "p:", None, SOON_S)
     host.put("k", "v")
     assert node.wait_for("k", SOON_S) == "v"
     for one in (host, node):
@@ -520,7 +520,7 @@ def test_connections_leave_no_descriptors(served: Served) -> None:
     served.connect()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
-        one = store.connect("127.0.0.1", served.port, PREFIX, SECRET, 1.0)
+        one = store.connect("127.0.0.1", served.port, PREFIX, SECRET, SOON_S)
         another = one.another()
         another.put("k", "v")
         another.cut()

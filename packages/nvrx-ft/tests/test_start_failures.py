@@ -253,7 +253,15 @@ def test_a_long_cycle_that_a_signal_ends_is_remembered(agent):
 
 def launch(tmp_path, *flags):
     """Run a job of two ranks that import what is not there, and return its log and exit code."""
-    (tmp_path / "train.py").write_text("import nowhere\n")
+    # They wait for each other: one that started much later would be stopped, and not fail alike.
+    (tmp_path / "train.py").write_text(
+        "import os, time\n"
+        "mine = f\"started-{os.environ['NVRX_CYCLE']}-\"\n"
+        "open(mine + os.environ['RANK'], 'w').close()\n"
+        "while not (os.path.exists(mine + '0') and os.path.exists(mine + '1')):\n"
+        "    time.sleep(0.005)\n"
+        "import nowhere\n"
+    )
     command = [sys.executable, "-m", LAUNCHER, "--standalone", "--nproc-per-node=2", *flags]
     done = subprocess.run(
         [*command, "--max-restarts=3", "train.py"],

@@ -18,6 +18,7 @@ from nvidia_resiliency_ext.fault_tolerance._hosting.services import (
     ServicesPlan,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.records import Arrival
+from nvidia_resiliency_ext.fault_tolerance._report import cycle_files
 from nvidia_resiliency_ext.fault_tolerance._torch.settings import services_of
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 
@@ -52,8 +53,11 @@ def service() -> Iterator[AttributionService]:
         yield made
 
 
-def test_files_about_cycles_are_written_and_finished(tmp_path: Path) -> None:
+def test_files_about_cycles_are_written_and_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each closed round has a file with its nodes; the end of it is written, too."""
+    monkeypatch.setattr(cycle_files, "SHUTDOWN_S", LIMIT_S)  # a busy disk takes longer
     with services(cycle_info_dir=str(tmp_path)) as (made, _):
         made.begins(0, ACTIVE, WAITING)
         # The store host may be a spare that sees rounds close only.

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import gc
 import itertools
+import operator
 import os
 import queue
 import random
@@ -327,16 +328,14 @@ def test_function_that_swallows_is_raised_in_again(
                 except RankShouldRestart:
                     seen.append(time.perf_counter())
         result = helper.result()
-        if len(seen) == 5:
+        pauses = [after - before for before, after in itertools.pairwise(seen)]
+        # One that is noted late makes the pause that follows look short: that says nothing, too.
+        if len(pauses) == 4 and all(map(operator.ge, pauses, (0.05, 0.01, 0.02, 0.04))):
             break
-    assert len(seen) == 5
+    else:
+        pytest.fail(f"the pauses are too short: {pauses}")
     assert result is not None
     assert result >= 5  # more often if the main thread takes its time to leave
-    pauses = [after - before for before, after in itertools.pairwise(seen)]
-    assert pauses[0] >= 0.05
-    assert all(
-        pause >= wanted for pause, wanted in zip(pauses[1:], (0.01, 0.02, 0.04), strict=True)
-    )
 
 
 def test_first_unwinding_is_left_in_peace(

@@ -133,7 +133,7 @@ def test_killed_rank_is_terminated_and_the_rest_goes_on(make) -> None:
 
 def test_stopped_rank_times_out_and_is_killed(make) -> None:
     """SIGSTOP: soft timeout, hard timeout, and the process is ended although it is stopped."""
-    lab = make(2, **FAST, soft_timeout_s=0.6, hard_timeout_s=1.2, barrier_timeout_s=20.0)
+    lab = make(2, **FAST, soft_timeout_s=2.0, hard_timeout_s=4.0, barrier_timeout_s=20.0)
     ranks = lab.up()
     wait_for_nodes(lab, {0, 1})
     ranks[1].kill(signal.SIGSTOP)
@@ -147,7 +147,7 @@ def test_stopped_rank_times_out_and_is_killed(make) -> None:
 
 def test_silent_ping_is_a_hang(make) -> None:
     """Who has pinged once must go on, even if its main thread runs."""
-    lab = make(2, **FAST, soft_timeout_s=0.6, hard_timeout_s=30.0, barrier_timeout_s=60.0)
+    lab = make(2, **FAST, soft_timeout_s=2.0, hard_timeout_s=30.0, barrier_timeout_s=60.0)
     ranks = lab.up()
     ranks[0].do("ping")
     assert ranks[1].expect("Interrupted", 0)[2] == [[0, "SOFT_TIMEOUT"]]
@@ -191,7 +191,7 @@ def test_stopped_monitor_is_replaced_and_nobody_is_interrupted(make) -> None:
 
 def test_monitor_stopped_before_the_call_is_named(make) -> None:
     """A rank that comes to a stopped monitor gets an error in time, which names what to end."""
-    lab = make(2)
+    lab = make(2, heartbeat_timeout_s=90.0)  # rank 0 does not end it before rank 1 gives up
     lab.start(0, 1)
     (pid,) = lab.attach(0)
     os.kill(pid, signal.SIGSTOP)
@@ -275,7 +275,7 @@ def test_nothing_polls(make) -> None:
     ranks = lab.up()
     ranks[3].do("report", "EXCEPTION")
     for rank in ranks:
-        rank.expect("Interrupted", 0, limit_s=5.0)
+        rank.expect("Interrupted", 0, limit_s=15.0)
 
 
 def test_last_call_ends_when_all_have_reported(make) -> None:
@@ -433,7 +433,7 @@ def test_operations_of_a_lost_store_are_not_waited_for(make, host, monkeypatch, 
 def test_store_that_hangs_holds_up_no_timeout(make, host) -> None:
     """While the store is stopped a stuck rank is killed, leaving is quick, the loss reported."""
     process, port = host
-    lab = make(3, port=port, **FAST, soft_timeout_s=0.6, hard_timeout_s=1.2, barrier_timeout_s=20.0)
+    lab = make(3, port=port, **FAST, soft_timeout_s=2.0, hard_timeout_s=4.0, barrier_timeout_s=20.0)
     ranks = lab.up()
     wait_for_nodes(lab, {0, 1, 2})
     os.kill(process.pid, signal.SIGSTOP)
@@ -551,12 +551,16 @@ def test_it_inherits_nothing(make, tmp_path) -> None:
     assert os.readlink(f"/proc/{pid}/cwd") == "/"
     status = Path(f"/proc/{pid}/status").read_text()
     assert "Umask:\t0077" in status
-    held = open_files(pid)
     own = {"/dev/null", str(tmp_path / "monitor-0.log")}
-    # It may be importing at this moment, or writing in the node's directory.
-    passing = (".py", ".pyc", ".so")
-    files = {n for n in held if n.startswith("/") and "memfd:" not in n and not n.endswith(passing)}
-    assert {name for name in files if "/nvrx-ip-" not in name} <= own
+
+    def holds_only_its_own():
+        # It may be importing at this moment, look at a process, or write in the node's directory.
+        files = {name for name in open_files(pid) if name.startswith("/") and "memfd:" not in name}
+        return {name for name in files if "/nvrx-ip-" not in name} <= own
+
+    deadline = time.monotonic() + 20.0
+    while not holds_only_its_own():
+        assert time.monotonic() < deadline, open_files(pid)
     assert not os.path.exists(f"/proc/{rank.pid}/task/{rank.pid}/children") or not (
         Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text().split()
     )

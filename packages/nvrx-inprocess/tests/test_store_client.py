@@ -152,7 +152,7 @@ def test_schedules(first: int) -> None:
         host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         run = RealRun(seed, lambda port=host.port: connect_store("127.0.0.1", port))
         try:
-            run.run(timeout_s=30.0)
+            run.run(timeout_s=120.0)
         except Exception as error:  # noqa: BLE001 - the report of a schedule
             wrong.append((seed, repr(error)))
     assert not wrong

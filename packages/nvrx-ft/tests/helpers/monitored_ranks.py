@@ -154,7 +154,7 @@ class Node:
         """End everything."""
         for rank in self.ranks:
             rank.close()
-        self.monitor.leave(10.0)
+        self.monitor.leave(60.0)
         shutil.rmtree(self.run_dir.path, ignore_errors=True)
 
 

@@ -52,7 +52,7 @@ class Served:
 
     def connect(self, secret: bytes = SECRET, prefix: str = PREFIX) -> store.JobStore:
         """Return a connection to the job's keys."""
-        made = store.connect("127.0.0.1", self.port, prefix, secret, 5.0)
+        made = store.connect("127.0.0.1", self.port, prefix, secret, 30.0)
         self._made.append(made)
         return made
 
@@ -114,7 +114,7 @@ def hosted(
     finally:
         stop.set()
         host.store.cut()
-        thread.join(10)
+        thread.join(60)
     assert not thread.is_alive()
     if failed:
         raise failed[0]

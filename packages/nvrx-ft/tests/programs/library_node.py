@@ -17,7 +17,7 @@ from nvidia_resiliency_ext.shared_utils import store_sockets
 
 def wait_for_nodes(directory: str, count: int) -> None:
     """Wait until so many nodes are connected: one that comes after the end has no job."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     while len(list(Path(directory).glob("here*"))) < count and time.monotonic() < deadline:
         time.sleep(0.02)  # a file gives no event here
 

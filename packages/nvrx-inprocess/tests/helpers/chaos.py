@@ -23,10 +23,10 @@ from chaos_plan import ACTIVE, WORLD, Trial, plan
 LEFT = 3
 _BY_HARD_TIMEOUT = (-signal.SIGTERM, -signal.SIGKILL)
 _DEATHS = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT)
-# Of a busy machine, where a new monitor takes long to start; the program's soft timeout is 1.5 s,
-# its hard one 6 s with 2 s of grace.
+# Of a busy machine, where a new monitor takes long to start; the program's soft timeout is 4 s,
+# its hard one 10 s with 2 s of grace.
 _PATIENCE_S = 60.0
-_SOFT_S, _HARD_S, _GRACE_S = 1.5, 6.0, 2.0
+_SOFT_S, _HARD_S, _GRACE_S = 4.0, 10.0, 2.0
 _LAST_S = 20.0
 
 

@@ -7,8 +7,10 @@ real one, in threads. Whatever happens, all that live must see the same.
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -116,6 +118,7 @@ class Job:
         self.numbers: dict[int, dict[int, int | None]] = {0: {i: i for i in range(world_size)}}
         self.outcomes: dict[int, Outcome] = {}
         self.decisions: dict[int, Decision] = {}
+        self._lock = threading.Lock()
 
     def start(self) -> None:
         for node in self.nodes:
@@ -128,6 +131,14 @@ class Job:
             self.runtime.start(
                 actor, lambda store, a=actor, w=work: w(a, IterationStore(store, PREFIX))
             )
+
+    @contextlib.contextmanager
+    def _noting(self, actor: Actor) -> Iterator[None]:
+        """Let an actor note something of its node; in threads its process may just have ended."""
+        with self._lock:
+            if actor.doomed:
+                raise Killed
+            yield
 
     # What happens at each operation.
 
@@ -174,7 +185,8 @@ class Job:
                 if word == "speak":
                     self.speak(node, rank, iteration_store)
                 else:
-                    rank.said.append(word)
+                    with self._noting(actor):
+                        rank.said.append(word)
                     self.say(rank, word, iteration_store)
             else:
                 self.runtime.park(actor, lambda: node.over or bool(self.actions(actor, dry=True)))
@@ -266,7 +278,8 @@ class Job:
                     k, self.participants[k]
                 )
             self.see_decision(k, decision)
-            self.go_on(node, k, decision)
+            with self._noting(actor):
+                self.go_on(node, k, decision)
             if k >= 2 and actor.rng.random() < 0.3:
                 iteration_store.forget(k - 2)
 

@@ -210,9 +210,9 @@ def seconds(value: float) -> dt.timedelta:
         ranks.MaxActiveWorldSize(ACTIVE), ranks.ShiftRanks(), AtAssignment()
     ),
     last_call_wait=seconds(0),
-    soft_timeout=seconds(1.5),
-    hard_timeout=seconds(6),
-    heartbeat_timeout=seconds(8),
+    soft_timeout=seconds(4),
+    hard_timeout=seconds(10),
+    heartbeat_timeout=seconds(12),
     barrier_timeout=seconds(25),
     completion_timeout=seconds(25),
     termination_grace_time=seconds(2),
@@ -228,7 +228,7 @@ def work(trial: Trial, call: inprocess.CallWrapper) -> list[Any]:
     name = FOLDER / f"group{trial.number}.{call.iteration}"
     # Nothing interrupts a wait inside torch's stores, which is where a rank waits for its peers.
     dist.init_process_group(
-        "gloo", init_method=f"file://{name}", rank=rank, world_size=size, timeout=seconds(1)
+        "gloo", init_method=f"file://{name}", rank=rank, world_size=size, timeout=seconds(3)
     )
     # But a collective would wait for ever.
     dist.distributed_c10d._set_pg_timeout(seconds(600))

@@ -5,6 +5,7 @@ By an abort, or as a function does that destroys its group. Two ranks in one pro
 many rounds it has gone through, and what was left of them.
 """
 
+import contextlib
 import sys
 import threading
 import time
@@ -81,7 +82,10 @@ def play(abort: bool) -> None:
 
 def workers() -> int:
     """Return how many worker threads gloo has here."""
-    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            names.append(path.read_text())
     return names.count("pt_gloo_runloop\n")
 
 
