@@ -87,7 +87,8 @@ class RankProcess:
 
     def kill(self, number=signal.SIGKILL) -> None:
         if self.is_running():
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # its end is told a moment later
+                os.kill(self.pid, number)
 
     def is_running(self) -> bool:
         return self._fork_server.is_running(self.pid)
