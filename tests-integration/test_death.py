@@ -110,7 +110,7 @@ def test_a_stopped_survivor_costs_no_stop_timeout(job: Job) -> None:
     survivor = job.rank_pid(0, 1)
     os.kill(survivor, signal.SIGSTOP)
     os.kill(job.rank_pid(0, 0), signal.SIGKILL)
-    wait_until(lambda: not is_running(survivor), "the survivor's end, before its timeout", 25)
+    wait_until(lambda: not is_running(survivor), "its end before the timeout", 25)
     assert job.wait() == 0, job.log()
     assert job.cycles() == [0, 1]
 

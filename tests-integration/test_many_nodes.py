@@ -236,7 +236,7 @@ def test_a_link_that_flaps_within_the_lease_costs_nothing(
 
 
 def test_without_the_store_host_the_others_leave(nodes_job: Callable[..., NodesJob]) -> None:
-    """The launcher with the store is killed: the others stop within seconds and say why."""
+    """The launcher with the store is killed: the others stop within 30 s and say why."""
     job = nodes_job(3)
     start(job, "3", steps=2000)
     job.wait_for_step(0, 3, ranks=6)
@@ -398,7 +398,7 @@ def test_training_goes_on_while_the_control_plane_is_away(
 
 @pytest.mark.slow
 def test_the_only_working_host_is_replaced_within_20_s(nodes_job: Callable[..., NodesJob]) -> None:
-    """Nodes 1:2 at the default lease: the launcher that works is killed, the spare trains."""
+    """Nodes 1:2 at the default lease: within 20 s the spare starts its workers, and trains."""
     job = nodes_job(3)
     control(job, "control", nnodes="1:2")
     start(job, "1:2", hosts=list(job.network)[1:], steps=300)

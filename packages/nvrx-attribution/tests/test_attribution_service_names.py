@@ -315,6 +315,7 @@ def test_dumps_of_few_jobs_are_analysed_at_once(tmp_path):
             if len(running) == 2:
                 two_run.set()
             await asyncio.wait_for(two_run.wait(), 60)
+            await asyncio.sleep(0.02)  # a third one would come meanwhile
             running.remove(dump_path)
 
     async def scenario():

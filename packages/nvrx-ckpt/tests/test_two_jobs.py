@@ -94,7 +94,8 @@ def test_saves_of_one_job_to_one_directory_follow_each_other(queue, tmp_path):
     for value in (1, 2):
         queue.schedule_async_request(request_for(state_of(value), folder))
         assert queue.get_num_unfinalized_calls() == 1
-        queue._get_async_caller().wait(queue.async_calls[-1], DEADLINE_S)
+        # Written, but not published.
+        queue.persistent_caller.wait(queue.async_calls[-1], DEADLINE_S)
     assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
     assert queue.maybe_finalize_async_calls(blocking=True) == []
     assert_same(state_of(2), load_like(state_of(0), folder))

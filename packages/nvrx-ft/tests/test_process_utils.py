@@ -118,7 +118,7 @@ def test_resource_tracker_may_clean_up(monkeypatch):
         group_becomes(
             child.pid, lambda all_of: any("resource_tracker" in str(e["cmdline"]) for e in all_of)
         )
-        # It may be starting still.
+        # The tracker may still be starting.
         monkeypatch.setattr(processes, "_TRACKER_GRACE_S", 60.0)
         utils.terminate_mp_processes({child.pid})
         assert child.wait(30) == -signal.SIGKILL

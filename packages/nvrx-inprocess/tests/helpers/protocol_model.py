@@ -158,12 +158,14 @@ class Job:
             node.suspected = True
             return
         if kind == "monitor" and any(rank.alive and not rank.finished for rank in node.ranks):
-            node.generation += 1
+            with self._lock:
+                node.generation += 1
             self.start_monitor(node)
         else:
-            node.lost = True
-            for rank in node.ranks:
-                rank.alive = False
+            with self._lock:
+                node.lost = True
+                for rank in node.ranks:
+                    rank.alive = False
         raise Killed
 
     # What a monitor's two threads do.

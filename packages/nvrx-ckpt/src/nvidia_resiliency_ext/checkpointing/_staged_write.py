@@ -22,7 +22,7 @@ class Publication(Protocol):
     """What makes a checkpoint of files that are durable on all ranks.
 
     Attributes:
-        place: The directory of the checkpoint, or its address.
+        place: What is equal for saves to one directory: its path, or its address.
         begun: Whether `gather` was called.
     """
 
@@ -38,6 +38,9 @@ class Publication(Protocol):
 
 class NoArguments(list[Any]):
     """The empty arguments of a request that writes nothing on this rank.
+
+    Who replaces them must not save to the directory of a pending save: the other ranks finalise
+    that first, and this one does not know the directory.
 
     Args:
         publication: What this rank takes part in all the same; None for nothing.

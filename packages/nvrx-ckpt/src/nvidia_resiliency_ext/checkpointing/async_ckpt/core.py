@@ -230,8 +230,8 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
         """Stage a save and write it in the background; all ranks that finalise it must call this.
 
         When it returns, the trainer may change all data of the request. Failures are reported by
-        `maybe_finalize_async_calls`. While an older save to the same directory is pending, that is
-        finalised first, for which all ranks wait.
+        `maybe_finalize_async_calls`. While an older save to the same directory is pending, all
+        pending saves are finalised first; all ranks wait for that.
 
         Args:
             async_request: The save: an `AsyncRequest`, or another object with the same fields
@@ -243,8 +243,10 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
         Raises:
             QueueFullError: `max_pending` saves are pending, and `on_full` is "error".
             TypeError: `async_request` is not a request.
-            AsyncSaveError: An older save to the same directory failed; this one is not scheduled.
-            Exception: The exception of a finalize function of such a save.
+            AsyncSaveError: An older save failed while it was waited for; this one is not scheduled.
+                Not with `on_error="warn"`.
+            Exception: The exception of a finalize function of an older save; this one is not
+                scheduled.
         """
         request = converted(async_request)
         # Counted in calls that all ranks have, so that all of them decide alike.
@@ -277,7 +279,7 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
             no_dist: Check only this rank; otherwise all ranks must call this.
 
         Returns:
-            The indices of the calls finalised now.
+            The indices of the calls finalised since the last call, also by scheduling another one.
 
         Raises:
             AsyncSaveError: A save failed on some rank; all ranks raise it. This save is dropped,
@@ -350,7 +352,7 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
         return self._caller if isinstance(self._caller, PersistentAsyncCaller) else None
 
     def _finalize_older(self, request: AsyncRequest) -> None:
-        """Finalise what is pending if the request replaces the files of a part of it."""
+        """Finalise all pending saves if one of them is to the directory of the request."""
         publication = publication_of(request)
         pending = (call.publication for call in self.async_calls)
         if publication is not None and publication.place in [p.place for p in pending if p]:

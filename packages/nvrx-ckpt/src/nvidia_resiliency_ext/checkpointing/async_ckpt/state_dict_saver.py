@@ -367,7 +367,7 @@ class _Publication:
         self, writer: FileSystemWriterAsync, metadata: Metadata | None, wrapper: _DistWrapper
     ) -> None:
         self.metadata = metadata
-        self.place = os.path.abspath(writer.checkpoint_id)
+        self.place = os.path.normpath(writer.checkpoint_id)
         self.begun = False
         self._writer = writer
         self._wrapper = wrapper

@@ -173,6 +173,7 @@ class Aggregation:
 
         `is_final` takes what is there at the first such step, and nothing that comes later.
         """
+        now_ms = int(time.time() * 1000)  # before looking: what is old enough then is found
         if names is None or (is_final and self._targets is None):
             self._sources.look()
         else:
@@ -183,7 +184,7 @@ class Aggregation:
             if self._output.is_behind:
                 self._output.flush()
                 self._confirm()
-            step = self._merge()
+            step = self._merge(now_ms if self._targets is None else _ALL_TIMES)
         except OSError as error:
             self._complain(f"{self._job.log_file}: {error.strerror}: merging of logs waits")
             return Step(0, _RETRY_S, is_blocked=True)
@@ -203,12 +204,9 @@ class Aggregation:
     def close(self) -> None:
         self._stack.close()
 
-    def _merge(self) -> Step:
-        now_ms = None
-        if self._job.is_ordered:  # before reading: what is old enough then is in the files
-            now_ms = _ALL_TIMES if self._targets is not None else int(time.time() * 1000)
+    def _merge(self, now_ms: int) -> Step:
         reads = self._read()
-        lengths = take([read for _, read in reads], now_ms=now_ms)
+        lengths = take([read for _, read in reads], now_ms=now_ms if self._job.is_ordered else None)
         for (source, read), length in zip(reads, lengths, strict=True):
             # Lines that wait are looked at again; a half line is not, before something comes.
             are_waiting = read.data.rfind(b"\n") >= length
