@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes wrong inside the monitor, its handle or the rank's link costs nobody else anything."""
 
+import contextlib
 import errno
 import logging
 import os
@@ -139,10 +140,15 @@ def test_a_sweep_ends_what_forks_all_the_time():
         start_new_session=True,
     ) as forker:
         group = int(forker.stdout.readline())
-        forker.wait(20.0)
-        assert sweep.sweep(run_id, (), spared=(), limit_s=30) == []
-        # End of file: no process holds the stream any more.
-        assert forker.stdout.read() == b""
+        try:
+            forker.wait(20.0)
+            assert sweep.sweep(run_id, (), spared=(), limit_s=30) == []
+            # End of file: no process holds the stream any more.
+            assert select.select([forker.stdout], [], [], 60.0)[0], "one of them goes on"
+            assert forker.stdout.read() == b""
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
     assert procfs.pids_in_groups([group]) == []
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -672,16 +674,31 @@ def test_who_left_after_it_told_the_host_is_no_spare() -> None:
     assert known.gone == ()
 
 
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Let nothing but the last reference free an object."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
 def test_last_words_do_not_wait_for_the_host_to_find_out() -> None:
-    """A launcher that leaves while members have still to come back says so, and is no spare."""
+    """A launcher that leaves while members have still to come back says so, and is no spare.
+
+    Nothing of the stores that it lost is left for the garbage collector.
+    """
     with planes(of()) as control:
         first, second = placed(control.present)
         may_connect, event = threading.Event(), queue.Queue[SessionEvent]()
         may_connect.set()
+        made: list[weakref.ref[JobStore]] = []
 
         def connect(_: Callable[[], None]) -> JobStore:
             assert may_connect.wait(DEADLINE_S)
-            return control.present.served.connect()
+            store = control.present.served.connect()
+            made.append(weakref.ref(store))
+            return store
 
         settings = NodeSettings(arrival=arrival(2), lease_s=20.0, connect_timeout_s=5.0)
         threads = NodeClient(settings, connect, event.put, SystemClock())
@@ -705,3 +722,5 @@ def test_last_words_do_not_wait_for_the_host_to_find_out() -> None:
         known = tuple(plane.host._messages)
         assert coordinator.nodes_gone(known) == {name(2)}
         assert coordinator.arrived(known) == {}
+    del threads
+    assert [store() for store in made] == [None] * 2

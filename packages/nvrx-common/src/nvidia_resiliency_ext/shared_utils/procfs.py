@@ -136,8 +136,8 @@ def environ_value(pid: int, name: str) -> str | None:
 def processes_with_environ(name: str, value: str) -> list[ProcStat]:
     """Return the other processes that were started with `name` set to `value`, in one scan.
 
-    The newest ones are looked at first: a process that forks and leaves every millisecond is
-    found while it lives. Zombies are not among them: their environment is gone.
+    The newest ones are looked at first, for a process that forks and leaves every millisecond may
+    be gone before its turn. Zombies are not among them: their environment is gone.
     """
     needle = b"\0" + os.fsencode(f"{name}={value}") + b"\0"
     found = []

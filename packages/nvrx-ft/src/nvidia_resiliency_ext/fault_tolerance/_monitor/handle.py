@@ -29,6 +29,7 @@ from .slot import SlotError, SlotLayout, SlotMemory
 
 SWEEP_LIMIT_S = 1.5
 QUIET_SCANS = 2
+_MOST_QUIET_SCANS = 20
 _ROUND_S = 0.05
 
 
@@ -47,6 +48,7 @@ def sweep(
     kept_sessions = {stat.sid for stat in keepers if stat is not None}
     groups = {pgid for pgid in pgids if pgid > 1 and pgid != own_group}
     quiet_scans = 0
+    listed = set(procfs.pids())
     while True:
         # Scanned anew each time: a process may have forked between the scan and its death.
         strays = procfs.processes_with_environ(RUN_ID, run_id)
@@ -57,9 +59,10 @@ def sweep(
                 os.killpg(pgid, signal.SIGKILL)
         found = {*(stat.pid for stat in strays), *procfs.pids_in_groups(groups)}
         found -= {os.getpid(), *spared}
-        # One look may miss a process that comes and goes.
         quiet_scans = 0 if found else quiet_scans + 1
-        if quiet_scans == QUIET_SCANS:
+        # A scan can miss a process that comes and goes; then the numbers have changed meanwhile.
+        before, listed = listed, set(procfs.pids())
+        if quiet_scans >= (QUIET_SCANS if listed == before else _MOST_QUIET_SCANS):
             return []
         handles = [handle for pid in found if (handle := _kill(pid, run_id, groups)) is not None]
         round_ends_at = min(time.monotonic() + _ROUND_S, give_up_at)

@@ -136,6 +136,8 @@ class NodeClient:
         for thread in (self._worker, self._watcher):
             if thread is not None:
                 thread.join(CUT_WAIT_S)
+        # An error that nobody takes any more holds the frames of its thread, and they hold this.
+        self._commands = queue.SimpleQueue()
 
     def _work(self) -> None:
         try:
@@ -227,11 +229,16 @@ class NodeClient:
 
         def hand_over(what: Entry | NvrxError) -> None:
             def take(session: NodeSession) -> None:
+                nonlocal what
+                taken = what
                 if number != self._watch_number:
                     return  # That store is gone.
-                if isinstance(what, NvrxError):
-                    raise what
-                self._take(session, what)
+                if isinstance(taken, NvrxError):
+                    try:
+                        raise taken
+                    finally:
+                        del what, taken  # The frames of an error must not hold it.
+                self._take(session, taken)
 
             self._commands.put(_Order(take, at_once=True))
 
