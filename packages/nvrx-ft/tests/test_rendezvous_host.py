@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard
+from unittest import mock
 
 import pytest
 from rendezvous_store import CAUSE, PREFIX, Served, arrival, hosted, name, rules
@@ -39,7 +40,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     Placed,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
-from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+from nvidia_resiliency_ext.shared_utils.clock import ManualClock, SystemClock
 from nvidia_resiliency_ext.shared_utils.hang_culprit import RankState
 from nvidia_resiliency_ext.shared_utils.rank_activity import Activity
 
@@ -585,6 +586,31 @@ def test_a_node_lost_while_a_round_is_open_stays_lost(
         nodes.sessions[1].arrive(arrival(1))
         assert DecisionLog(nodes.stores[1]).wait_for(1, expiry_s) is None
         assert running.entry.phase is Phase.OPEN
+
+
+def test_a_host_that_is_held_up_while_it_reads_leases_loses_nobody(
+    served: Served, crew: Callable[[int], Crew]
+) -> None:
+    """A lease renewed after the host began to read is no older than the answer."""
+    clock = ManualClock()
+    host = coordinator_loop.Coordinator(
+        served.connect(), rules(1), me="host", epoch="e", clock=clock
+    )
+    session = crew(1).sessions[0]
+    session.arrive(arrival(0))
+    host._act(host._decide())
+    assert host.entry.phase is Phase.CLOSED
+    counters = host.store.counters
+
+    def read_late(names: Iterator[str]) -> list[int]:
+        clock.advance(LOST_S)
+        session.renew_lease()
+        return counters(names)
+
+    clock.advance(host.rules.lease_s)
+    with mock.patch.object(host.store, "counters", read_late):
+        host._decide()
+    assert waits(host._decide())
 
 
 def test_nobody_else_can_say_that_a_node_knows_of_a_round(

@@ -54,6 +54,7 @@ def test_it_says_what_torch_says(server: Any, client: StoreClient) -> None:
     client.set("a", "1")
     assert client.get("a") == server.get("a") == b"1"
     server.append("a", "2")
+    assert server.get("a") == b"12"  # until now it may be on its way
     client.append("a", "3" * 100_000)
     assert client.get("a") == server.get("a") == b"12" + b"3" * 100_000
     assert client.add("n", 5) == 5

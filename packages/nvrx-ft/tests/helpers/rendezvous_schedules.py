@@ -163,11 +163,34 @@ class Seen:
 
 
 class RecordedThreads(NodeClient):
-    """Session threads that record which decisions they were told."""
+    """Session threads that record which decisions they were told, and when they were cut off."""
+
+    _confirmed_at: float | None = None
+    killed_to = -1
+    """The last round whose workers the rank monitor has killed: no renewal was confirmed."""
 
     def __init__(self, record: list[Entry], *args: Any, **kwargs: Any) -> None:
         self._record = record
         super().__init__(*args, **kwargs)
+
+    @property
+    def confirmed_at(self) -> float | None:
+        return self._confirmed_at
+
+    @confirmed_at.setter
+    def confirmed_at(self, sent_at: float | None) -> None:
+        # First: who sees the new time must know that it came too late for the workers.
+        if not self._may_train():
+            self.killed_to = max((entry.round for entry in self._record), default=0)
+        self._confirmed_at = sent_at
+
+    def may_train(self, round_: int) -> bool:
+        """Whether workers of a round can still run here."""
+        return self._may_train() and round_ > self.killed_to
+
+    def _may_train(self) -> bool:
+        before = self._confirmed_at
+        return before is None or time.monotonic() < before + keys.LEASES_TO_KILL * LEASE_S
 
     def _take(self, session: NodeSession, entry: Entry) -> None:
         self._record.append(entry)
@@ -257,9 +280,7 @@ class Node(threading.Thread):
             return False
         if any(e.round > trains_in for e in self.schedule.seen.taken[self.plan.name]):
             return False
-        confirmed_at = self.threads.confirmed_at
-        assert confirmed_at is not None
-        return time.monotonic() < confirmed_at + keys.LEASES_TO_KILL * LEASE_S
+        return self.threads.may_train(trains_in)
 
     def _meet(self, event: SessionEvent) -> None:
         self.trains_in = event.entry.round if isinstance(event, Placed) else None
@@ -449,9 +470,9 @@ class Schedule:
             raise ScheduleError(f"{node.name} failed: {node.problem!r}")
         expected = ["over"]
         if node.plan.lives_for is not None or node.name in self.seen.cut_off:
-            expected = ["over", "lost"]
-        elif node.plan.leaves_in_round is not None:
-            expected = ["over", "left"]
+            expected.append("lost")
+        if node.plan.leaves_in_round is not None:
+            expected.append("left")
         if node.end.split(":")[0] not in expected or node.is_alive():
             raise ScheduleError(f"{node.name} ended with {node.end!r}")
         by_seq = {entry.seq: encode(entry) for entry in self.seen.adopted}

@@ -171,20 +171,22 @@ class Coordinator:
                 )
 
     def _read_leases(self) -> None:
-        now = self.clock.monotonic()
+        began = self.clock.monotonic()
         known = {n.node for n in self._messages if n.kind is Kind.ARRIVED}
         known |= {member.node for member in self._memory.active} | self._memory.spares
         for node in known - self._leases.keys():
             # To read many counters waits for those that are missing; this makes them.
-            self._leases[node] = (self.store.count(keys.lease(node), 0), now)
-        self._forget_nodes(known, now)
+            self._leases[node] = (self.store.count(keys.lease(node), 0), self.clock.monotonic())
+        self._forget_nodes(known, began)
         nodes = sorted(self._leases)
         if nodes:
             values = self.store.counters(map(keys.lease, nodes))
+            # Not `began`: this host may be held up, and a node renew its lease, before the answer.
+            now = self.clock.monotonic()
             for node, value in zip(nodes, values, strict=True):
                 if self._leases[node][0] != value:
                     self._leases[node] = (value, now)
-        self._leases_at = now
+        self._leases_at = began
 
     def _forget_nodes(self, known: set[str], now: float) -> None:
         """Drop nodes that are long gone and of which nothing in the present round speaks."""
