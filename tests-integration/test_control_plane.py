@@ -228,7 +228,7 @@ def test_a_control_plane_that_comes_back_goes_on_with_its_logs(
         else:
             plane.terminate()
         code = plane.wait(10)
-        assert code == (-signal.SIGKILL if how == "killed" else 0), made.log_of_control()
+        assert code == (-signal.SIGKILL if how == "killed" else 143), made.log_of_control()
         assert made.cycle_info(0)["cycle_end_time"] == ""
         reached = max(entry["step"] for entry in made.job.entries("step"))
         made.job.wait_for_step(0, reached + 10, ranks=4)

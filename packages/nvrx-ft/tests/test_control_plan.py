@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
 
+import ports
 import pytest
 from rendezvous_store import PREFIX, Served
 
@@ -270,3 +274,20 @@ def test_it_ends_with_its_store_though_the_thread_of_that_takes_its_time(
         control.run()
         released.set()
     assert not late.is_set()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_no_success(number: signal.Signals) -> None:
+    """A supervisor that starts a failed program again does so: the job is not over."""
+    with ports.claimed() as port:
+        words = ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job"]
+        name = "nvidia_resiliency_ext.fault_tolerance.control_plane"
+        command = [sys.executable, "-m", name, *words]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as served:
+            assert served.stderr is not None
+            try:
+                assert any("serves job 'job'" in line for line in served.stderr)
+                served.send_signal(number)
+                assert served.wait(60) == 128 + number
+            finally:
+                served.kill()

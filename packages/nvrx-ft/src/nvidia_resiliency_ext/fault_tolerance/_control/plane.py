@@ -56,6 +56,7 @@ class ControlPlane:
         self._stack = contextlib.ExitStack()
         self._denylist = Denylist()
         self._is_stopped = False
+        self._signal = 0
         self._thread: coordinator_loop.CoordinatorThread | None = None
         self._host_name = socket.gethostname()
 
@@ -72,8 +73,11 @@ class ControlPlane:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def run(self) -> None:
-        """Serve until the job is over or a signal comes. Raises NvrxError: it cannot be served."""
+    def run(self) -> int:
+        """Serve until the job is over or a signal comes, and return the exit code.
+
+        Raises NvrxError: the job cannot be served.
+        """
         thread = self._thread
         assert thread is not None
         while not self._is_stopped:
@@ -84,6 +88,9 @@ class ControlPlane:
             logger.info("the job is over after %d restarts: %s", entry.round, what)
         elif problem:
             raise NvrxError(problem)
+        elif self._signal:
+            return 128 + self._signal  # The job goes on: a supervisor must start this again.
+        return machine.EXIT_OK
 
     def _build(self) -> None:
         """Build all parts; each is taken down in the reverse order."""
@@ -190,6 +197,7 @@ class ControlPlane:
     def _signalled(self, numbers: list[int]) -> None:
         for number in numbers:
             logger.warning("received %s: the launchers go on", signal.Signals(number).name)
+            self._signal = number
             self._stop()
 
     def _stop(self) -> None:
@@ -238,10 +246,9 @@ def run_command_line(argv: Sequence[str] | None) -> int:
         logger.warning("%s", text)
     try:
         with ControlPlane(plan, os.environ) as plane:
-            plane.run()
+            return plane.run()
     except ConfigError as error:
         usage_error(error, PROGRAM)
     except NvrxError as error:
         write_err(f"{PROGRAM}: error: {' '.join(str(error).split())}\n")
         return machine.EXIT_FAILURE
-    return 0
