@@ -147,6 +147,40 @@ def test_job_is_the_array_where_its_tasks_may_meet(
     assert [settings["job_id"] for settings in asked] == [job]
 
 
+@pytest.mark.parametrize(
+    ("environ", "token"),
+    [({}, "/job"), ({"NVRX_ATTRSVC_TOKEN_FILE": "/service"}, "/service")],
+)
+def test_the_managed_service_asks_for_the_token_that_it_is_sent(
+    environ: dict[str, str], token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a token file of the job, or of the service, no other user of the host is answered."""
+    made: list[dict[str, Any]] = []
+
+    class Part:
+        def __init__(self, _: object, **settings: Any) -> None:
+            made.append(settings)
+
+        def start(self) -> None: ...
+        def close(self, *, asks: bool) -> None: ...
+
+    monkeypatch.setattr(hosting_attribution, "AttributionManager", Part)
+    monkeypatch.setattr(hosting_attribution, "AttributionWatch", Part)
+    plan = ServicesPlan(
+        logs=LogPlan(applog_prefix=str(tmp_path / "log")),
+        attribution=AttributionConfig("localhost"),
+        fault_tol_cfg=FaultToleranceConfig(rdzv_token_file="/job"),
+    )
+    clock = SystemClock()
+    where = {"address": "127.0.0.1", "host": "host", "run_dir": str(tmp_path)}
+    with contextlib.closing(EventLoop(clock)) as loop:
+        host = CoordinatorServices(plan, environ, loop, clock, **where, is_shared=True)
+        host.follow_attribution(lambda _: None, lambda *_: None)
+        host.close()
+    manager, watch = made
+    assert manager["environ"]["NVRX_ATTRSVC_TOKEN_FILE"] == watch["token_file"] == token
+
+
 def test_ranks_in_files_are_those_of_the_scheduler(tmp_path: Path) -> None:
     """Where a node has none, its place in the round counts."""
     with services(tmp_path) as made:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 NO_SERVER = "none"
 IN_A_FILE = "in a file"
 _NAME = "log_token"
+_ATTRSVC_ACCESS = "NVRX_ATTRSVC_TOKEN_FILE"
 _TOKEN_BYTES = 32
 
 
@@ -151,16 +152,17 @@ class CoordinatorServices:
         # A job of several nodes may span the tasks of an array, and the next task takes it over.
         scheduled = job_id_from_env() if self.is_shared else task_id_from_env()
         job_id = plan.cycle_info_job_id or scheduled or plan.job_name
+        token = self.environ.get(_ATTRSVC_ACCESS) or plan.fault_tol_cfg.rdzv_token_file
         manager = attribution.AttributionManager(
             plan.attribution,
             is_store_host=True,
-            environ=self.environ,
+            environ={**self.environ, _ATTRSVC_ACCESS: token} if token else self.environ,
             state_dir=attribution.state_dir(plan.attribution.log_file, job_id, self.run_dir),
         )
         self._watch = attribution.AttributionWatch(
             manager,
             base_log_file=plan.logs.applog_prefix,
-            token_file=plan.fault_tol_cfg.rdzv_token_file,
+            token_file=token,
             node_id=self.host,
             post=(lambda call: call()) if self.loop is None else self.loop.post,
             on_stop=on_stop,
