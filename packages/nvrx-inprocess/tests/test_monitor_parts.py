@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The monitor's smaller parts: page, names, messages, node directory, files, traffic."""
 
+import errno
 import fcntl
+import itertools
 import os
 import pathlib
 import random
@@ -9,6 +11,7 @@ import socket
 import stat
 import sys
 import threading
+import time
 import tracemalloc
 from datetime import timedelta
 from types import SimpleNamespace
@@ -17,7 +20,7 @@ import psutil
 import pytest
 
 from nvidia_resiliency_ext.inprocess import monitor_process, sibling_monitor
-from nvidia_resiliency_ext.inprocess._monitor import messages, serving, store_threads
+from nvidia_resiliency_ext.inprocess._monitor import messages, program, serving, store_threads
 from nvidia_resiliency_ext.inprocess._monitor import page as page_module
 from nvidia_resiliency_ext.inprocess._monitor import start as start_module
 from nvidia_resiliency_ext.inprocess._monitor.messages import MonitorSettings
@@ -339,6 +342,37 @@ def test_stale_siblings_are_removed(environ) -> None:
     listener.close()
     places[0].remove_stale_siblings()
     assert not os.path.exists(places[1].path)
+
+
+# --- accepting ---
+
+
+class FullListener(socket.socket):
+    """A listener of a process without free descriptors; remembers when it was asked (s)."""
+
+    def __init__(self) -> None:
+        super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.asked: list[float] = []
+
+    def accept(self):
+        self.asked.append(time.monotonic())
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_full_descriptor_table_does_not_spin(tmp_path) -> None:
+    """A client that cannot be accepted is asked for again after a pause, not in every round."""
+    with FullListener() as listener, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        client.connect(str(tmp_path / "s"))
+        monitor = program.Monitor(listener, NodeDirectory(str(tmp_path)), os.getpid())
+        try:
+            while len(listener.asked) < 3:
+                monitor._loop.run_once(until=time.monotonic() + 10.0)
+        finally:
+            monitor.close()
+    pauses = [after - before for before, after in itertools.pairwise(listener.asked)]
+    assert min(pauses) >= program._ACCEPT_PAUSE_S
 
 
 # --- store threads ---

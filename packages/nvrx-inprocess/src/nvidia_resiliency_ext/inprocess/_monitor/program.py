@@ -109,6 +109,7 @@ _WARM_UP_AFTER_S = 0.5
 _MOST_PENDING = 32
 _ASK_AGAIN_S = 0.1
 _LET_IN_AT_ONCE = 64
+_ACCEPT_PAUSE_S = 0.5  # Out of descriptors, the listener stays readable: the loop would spin.
 _ENDS_WITH_ITS_RANKS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
@@ -145,7 +146,7 @@ class Monitor:
         self._servings: dict[str, Serving] = {}
         with contextlib.suppress(ProcessLookupError, OSError):
             self._processes.hold(starter)
-        self._loop.watch(listener.fileno(), self._let_in)
+        self._loop.watch(listener, self._let_in)
         directory.remove_stale_siblings()
 
     def run(self) -> None:
@@ -176,6 +177,9 @@ class Monitor:
                 return
             except OSError as error:
                 logger.warning("monitor_process: no connection can be accepted: %s", error)
+                self._loop.unwatch(self._listener)
+                again = time.monotonic() + _ACCEPT_PAUSE_S
+                self._loop.call_at(again, lambda: self._loop.watch(self._listener, self._let_in))
                 return
             try:
                 pid = require_same_user(sock).pid
@@ -223,8 +227,7 @@ class Monitor:
         serving = self._servings.get(prefix)
         if serving is None:
             parts = (self._loop, self._processes, self._journal)
-            serving = Serving(*parts, message.settings, message.world_size)
-            self._servings[prefix] = serving
+            serving = self._servings[prefix] = Serving(*parts, message.settings, message.world_size)
         return serving.hello(connection, message, page)
 
     def _process_ended(self, pid: int) -> None:
