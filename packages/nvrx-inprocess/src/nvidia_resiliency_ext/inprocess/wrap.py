@@ -63,7 +63,7 @@ class Wrapper:
     Args:
         store_factory: `store_factory(**store_kwargs)` creates a connection to the job's store, in
             every rank and in every node's monitor; importable by its name.
-        store_kwargs: Its arguments: numbers, strings, booleans, None and `timedelta`.
+        store_kwargs: Its arguments: values of JSON, `timedelta` and paths.
         initialize: Called at the start of every iteration.
         abort: Called from a helper thread after a fault; must unblock the main thread.
         finalize: Called after a fault, when the function has ended.
@@ -89,8 +89,8 @@ class Wrapper:
             active ranks. Use it only if `rank_assignment` has no filter.
 
     Attributes:
-        restart_health_check: Checks before this rank restarts after a fault: the members of
-            `health_check`, then GPU, NVLink and network checks of device `LOCAL_RANK`; or None.
+        restart_health_check: Checks before this rank restarts after a fault: network, NVLink and
+            GPU checks of device `LOCAL_RANK`, then the members of `health_check`; or None.
 
     Raises:
         TypeError: an argument is of another type.

@@ -144,8 +144,9 @@ class Fault(Event):
     """A fault was detected.
 
     Args:
-        cause: killed, exited, exception, hang_section, hang_heartbeat, node_lost, unhealthy or
-            requested.
+        cause: Of a rank: killed, exited, exception, hang_section, hang_heartbeat, unhealthy, start.
+            Of a node: node_lost, store_lost, drained, left. Of the job: shutdown, preempted,
+            time_limit, attribution, join_timeout, opened, over.
         what: Object of the fault, such as the name of the section.
         detail: Further evidence; depends on the cause.
         detected_by: The program that detected it.
@@ -167,7 +168,7 @@ class Phase(Event):
     """A part of a restart ended.
 
     Args:
-        name: detect, evidence, stop, reclaim, rendezvous, start or init.
+        name: stop, reclaim, rendezvous or start.
         dur_s: Its duration in seconds.
     """
 

@@ -230,15 +230,14 @@ class NodeClient:
         def hand_over(what: Entry | NvrxError) -> None:
             def take(session: NodeSession) -> None:
                 nonlocal what
-                taken = what
                 if number != self._watch_number:
                     return  # That store is gone.
-                if isinstance(taken, NvrxError):
+                if isinstance(what, NvrxError):
                     try:
-                        raise taken
+                        raise what
                     finally:
-                        del what, taken  # The frames of an error must not hold it.
-                self._take(session, taken)
+                        del what  # The frames of an error must not hold it.
+                self._take(session, what)
 
             self._commands.put(_Order(take, at_once=True))
 

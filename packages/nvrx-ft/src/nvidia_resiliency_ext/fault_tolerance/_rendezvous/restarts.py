@@ -51,7 +51,7 @@ class Budget:
         if self.window_s is None:
             # The number of a round is the number of restarts so far.
             return max(0, self.max_restarts - entry.round)
-        recent = [age for age in entry.restart_ages_s if age + since_entry_s <= self.window_s]
+        recent = [age for age in entry.restart_ages_s if age + since_entry_s < self.window_s]
         return max(0, self.max_restarts - len(recent))
 
 
