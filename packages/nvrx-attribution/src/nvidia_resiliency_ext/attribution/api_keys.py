@@ -29,6 +29,12 @@ def load_llm_api_key() -> str:
     """Return the key of the model endpoint; empty when there is none.
 
     Looked at in this order: LLM_API_KEY, the file LLM_API_KEY_FILE, `DEFAULT_LLM_API_KEY_PATHS`.
+
+    Example:
+        >>> from unittest import mock
+        >>> with mock.patch.dict(os.environ, {"LLM_API_KEY": "secret"}):
+        ...     load_llm_api_key()
+        'secret'
     """
     return _load("LLM_API_KEY", "LLM_API_KEY_FILE", DEFAULT_LLM_API_KEY_PATHS)
 

@@ -174,6 +174,21 @@ class AttributionController:
     Raises:
         ConfigError: A setting is wrong, or a key is required and missing.
         OSError: The state directory cannot be used.
+
+    Example:
+        >>> import asyncio, tempfile
+        >>> async def action(root: str) -> str:
+        ...     controller = AttributionController(AttributionControllerConfig(root))
+        ...     log = os.path.join(root, "job.log")
+        ...     with open(log, "w") as file:
+        ...         _ = file.write("RuntimeError: CUDA error: out of memory")
+        ...     await controller.submit_log(log, analysis_intent="terminal", log_complete=True)
+        ...     result = await controller.analyze_log(log)
+        ...     await controller.shutdown_async()
+        ...     return result.recommendation["action"]
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     asyncio.run(action(root))
+        'STOP'
     """
 
     def __init__(self, config: AttributionControllerConfig) -> None:

@@ -330,6 +330,11 @@ async def refine(
     Returns:
         A copy whose `refinement` says what the model answered; when it gave no usable answer that
         has `used` = False and `error`, and nothing else is changed.
+
+    Example:
+        >>> async def refined(verdict: engine.Verdict) -> engine.Verdict:
+        ...     settings = ModelSettings("http://host:8000/v1", "llama")
+        ...     return await refine(verdict, client=ModelClient(settings))
     """
     rules = registry or load_registry()
     shown, text = _question(verdict, excerpt_of(verdict) if excerpt is None else excerpt, rules)

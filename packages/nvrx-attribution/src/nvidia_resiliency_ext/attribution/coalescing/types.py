@@ -147,5 +147,9 @@ def coalesced_from_cache(entry: CacheEntry) -> LogAnalysisCoalesced:
 
     Args:
         entry: The kept result.
+
+    Example:
+        >>> coalesced_from_cache(CacheEntry("STOP", created_s=0.0))
+        LogAnalysisCoalesced(value='STOP', from_cache=True, shared=False)
     """
     return LogAnalysisCoalesced(entry.value, from_cache=True)

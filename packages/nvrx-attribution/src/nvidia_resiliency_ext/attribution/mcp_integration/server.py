@@ -121,6 +121,11 @@ class AttributionTools:
 
     Raises:
         ConfigError: The root is not a directory with an absolute path, or a module is unknown.
+
+    Example:
+        >>> tools = AttributionTools("/", modules=["fr_analyzer"])
+        >>> [tool["name"] for tool in tools.list_tools()]
+        ['fr_analyzer', 'log_analyzer_progressive_start', 'get_result', 'status']
     """
 
     def __init__(

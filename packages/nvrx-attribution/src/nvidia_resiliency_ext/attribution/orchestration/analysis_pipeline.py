@@ -107,6 +107,15 @@ async def run_attribution_pipeline(  # noqa: PLR0913 - the public signature
         UnreadableInputError: The log cannot be read.
         ValueError: The mode with a model was asked for without a function for the prose, and
             without model and address.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile("w", suffix=".log") as log:
+        ...     _ = log.write("RuntimeError: CUDA error: out of memory")
+        ...     log.flush()
+        ...     found = asyncio.run(run_attribution_pipeline(log.name))
+        >>> found.log_result["recommendation"]["action"], found.fr_dump_path
+        ('STOP', None)
     """
     mode = AnalysisPipelineMode(mode)
     is_with_model = mode is AnalysisPipelineMode.LOG_AND_TRACE_WITH_LLM

@@ -105,6 +105,11 @@ def parse_attrsvc_response(payload: Any, *, log_path: str | None = None) -> Attr
     Args:
         payload: The decoded value.
         log_path: The log that was asked about.
+
+    Example:
+        >>> reply = {"status": "completed", "recommendation": {"action": "STOP"}}
+        >>> parse_attrsvc_response(reply).should_stop
+        True
     """
     if not isinstance(payload, dict):
         return AttrSvcResult(log_path=log_path)

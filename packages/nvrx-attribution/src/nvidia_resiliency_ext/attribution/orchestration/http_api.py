@@ -76,6 +76,10 @@ def log_result_params(
         file: Name of one file of a split log.
         wl_restart: Index of the file, from 0; None: the newest.
         wait: Let the service reply only when the analysis has ended. Default True.
+
+    Example:
+        >>> log_result_params("/logs/job.log", wl_restart=1)
+        {'log_path': '/logs/job.log', 'wl_restart': '1', 'wait': 'true'}
     """
     return LogQuery(log_path, file, wl_restart, wait).to_params()
 

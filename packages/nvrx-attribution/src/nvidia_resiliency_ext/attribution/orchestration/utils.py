@@ -54,6 +54,10 @@ def validate_log_path(
     Raises:
         LogAnalyzerError: It is not absolute, leads outside of the root, does not exist, is no
             regular file, cannot be read, or is empty.
+
+    Example:
+        >>> validate_log_path("/later.log", "/", must_exist=False)
+        '/later.log'
     """
     if not isinstance(path, str) or not os.path.isabs(path) or "\0" in path:
         raise LogAnalyzerError(ErrorCode.INVALID_PATH, f"not an absolute path: {path!r:.200}")

@@ -85,6 +85,15 @@ class ResultPoster:
     Args:
         post_fn: Sends one record; raises OSError when that is to be tried again.
         tries: How often one record is tried, with growing pauses.
+
+    Example:
+        >>> sent = []
+        >>> poster = ResultPoster(sent.append)
+        >>> poster.post(build_dataflow_record([], log_path="/logs/job.log", job_id="42"))
+        True
+        >>> poster.close()
+        >>> sent[0]["s_job_id"], sent[0]["s_recommendation_action"]
+        ('42', 'UNKNOWN')
     """
 
     def __init__(self, post_fn: Callable[[dict[str, Any]], None], tries: int = _TRIES) -> None:

@@ -33,6 +33,10 @@ def format_slack_text(record: dict[str, Any]) -> str:
 
     Args:
         record: The record; see `build_dataflow_record`.
+
+    Example:
+        >>> format_slack_text({"s_job_id": "42", "s_recommendation_action": "STOP"})
+        'job 42: STOP'
     """
     parts = [
         f"job {record.get('s_job_id') or '?'}: {record.get('s_recommendation_action')}",

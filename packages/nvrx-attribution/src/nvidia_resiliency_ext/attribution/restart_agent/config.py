@@ -173,6 +173,11 @@ def parse_restart_agent_config(
 
     Raises:
         ConfigError: A key is unknown, or a value wrong; the message names it.
+
+    Example:
+        >>> config = parse_restart_agent_config({"schema_version": "restart_agent_config.v1"}, {})
+        >>> config.settings["retry_policy"]["general_retry_allowed_retries"], config.routes
+        (3, {})
     """
     roots = {section.partition(".")[0] for section in _SECTIONS}
     others = ("config_id", "config_version", "declared_recovery_capabilities")

@@ -45,6 +45,13 @@ class ServiceClient:
     Attributes:
         is_reachable: Whether the last request was answered.
         is_refused: Whether it had no reply, or one that may change: 401, 429 or a failure.
+
+    Example:
+        >>> from nvidia_resiliency_ext.shared_utils.json_http import parse_endpoint
+        >>> connection = JsonConnection(parse_endpoint("http://attrsvc:8000"), timeout_s=60.0)
+        >>> client = ServiceClient(connection, threading.Event())
+        >>> client.is_alive()  # doctest: +SKIP
+        True
     """
 
     def __init__(

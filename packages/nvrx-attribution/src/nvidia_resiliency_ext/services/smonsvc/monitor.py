@@ -67,6 +67,10 @@ class SlurmJobMonitor:
 
     Raises:
         ConfigError: An argument is unusable, or Slurm's programs are missing.
+
+    Example:
+        >>> monitor = SlurmJobMonitor("http://attrsvc:8000", partitions=())  # doctest: +SKIP
+        >>> monitor.run()  # doctest: +SKIP
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the public signature

@@ -34,6 +34,12 @@ class StatusServer:
 
     Raises:
         ConfigError: The address cannot be had, or others could read there without a token.
+
+    Example:
+        >>> server = StatusServer(MonitorState(), port=0)
+        >>> server.port > 0
+        True
+        >>> server.close()
     """
 
     def __init__(
