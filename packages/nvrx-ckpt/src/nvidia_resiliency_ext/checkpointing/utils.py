@@ -72,6 +72,10 @@ def debug_time(
         logger: Where to log; default the one of `logger_stack`.
         threshold: Seconds below which nothing is logged.
         level: Default DEBUG, or WARNING where a threshold is given.
+
+    Example:
+        >>> with debug_time("gather", threshold=60.0):
+        ...     total = sum(range(10))
     """
     if level is None:
         level = logging.DEBUG if threshold == float("-inf") else logging.WARNING
@@ -172,6 +176,10 @@ def diff(x1: Any, x2: Any, prefix: _Path = ()) -> _Difference:
     Returns:
         Paths that only the left one has, paths that only the right one has, and mismatches as
         `(path, type of left, type of right)`.
+
+    Example:
+        >>> diff({"step": 1, "lr": 0.1}, {"step": 2})
+        ([('lr',)], [], [(('step',), <class 'int'>, <class 'int'>)])
     """
     if isinstance(x1, dict) and isinstance(x2, dict):
         only_left = [(*prefix, key) for key in x1 if key not in x2]

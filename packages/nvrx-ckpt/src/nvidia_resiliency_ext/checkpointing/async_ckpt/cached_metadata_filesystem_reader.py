@@ -37,6 +37,18 @@ class CachedMetadataFileSystemReader(FileSystemReader):
 
     Raises:
         ValueError: `NVRX_CKPT_VERIFY_ON_LOAD` is neither 0 nor 1.
+
+    Example:
+        >>> import tempfile, torch, warnings
+        >>> import torch.distributed.checkpoint as dcp
+        >>> state = {"weight": torch.zeros(2)}
+        >>> with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore")  # torch's about a single process
+        ...     _ = dcp.save({"weight": torch.ones(2)}, checkpoint_id=folder, no_dist=True)
+        ...     reader = CachedMetadataFileSystemReader(folder, verify=True)
+        ...     dcp.load(state, storage_reader=reader, no_dist=True)
+        >>> state
+        {'weight': tensor([1., 1.])}
     """
 
     _metadata_cache: ClassVar[OrderedDict[_Key, Metadata]] = OrderedDict()

@@ -130,6 +130,16 @@ class FileSystemWriterAsync(FileSystemWriter):
     Attributes:
         has_data_to_write: Whether this rank writes anything.
         can_run_decentralized_global_plan: True: plans need not go through one rank.
+
+    Example:
+        >>> import tempfile
+        >>> from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import (
+        ...     save_state_dict_async_plan)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     writer = FileSystemWriterAsync(folder, thread_count=2)
+        ...     _ = save_state_dict_async_plan({"weight": torch.ones(2)}, writer)
+        >>> writer.has_data_to_write
+        True
     """
 
     can_run_decentralized_global_plan = True

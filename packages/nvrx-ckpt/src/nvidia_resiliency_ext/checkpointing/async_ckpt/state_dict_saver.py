@@ -178,6 +178,20 @@ def save_state_dict_async_plan(  # noqa: PLR0913, PLR0917 - given
 
     Raises:
         CheckpointException: Planning failed on some rank; all ranks raise it.
+
+    Example:
+        >>> import functools, tempfile
+        >>> from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest
+        >>> from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import (
+        ...     FileSystemWriterAsync)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     writer = FileSystemWriterAsync(folder)
+        ...     planned = save_state_dict_async_plan({"weight": torch.ones(2)}, writer)
+        ...     function, preload, args = writer.get_save_function_and_args()
+        ...     finalize = functools.partial(save_state_dict_async_finalize, *planned)
+        ...     AsyncRequest(function, args, [finalize], preload_fn=preload).execute_sync()
+        ...     os.path.exists(f"{folder}/.metadata")
+        True
     """
     wrapper = _DistWrapper(process_group, dist.is_initialized(), coordinator_rank)
     save = _Planning(state_dict, storage_writer, planner or DefaultSavePlanner(), wrapper)

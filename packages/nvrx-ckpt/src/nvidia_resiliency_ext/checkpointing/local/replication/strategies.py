@@ -254,6 +254,10 @@ class LazyCliqueReplicationStrategy(LazyReplicationStrategyBuilder[CliqueReplica
     Args:
         replication_jump: Distance between ranks that keep each other's states.
         replication_factor: How many ranks have a state.
+
+    Example:
+        >>> strategy = LazyCliqueReplicationStrategy(replication_jump=8, replication_factor=2)
+        >>> manager = LocalCheckpointManager("/local", repl_strategy=strategy)  # doctest: +SKIP
     """
 
     def __init__(self, replication_jump: int | None = None, replication_factor: int = 2) -> None:
