@@ -27,6 +27,14 @@ class CuptiManager:
         cupti_ext: The profiler of the extension.
         started_cnt: Starts without a stop.
         is_initialized: Whether CUPTI is claimed.
+
+    Example:
+        >>> manager = CuptiManager()  # doctest: +SKIP
+        >>> manager.initialize()  # doctest: +SKIP
+        >>> manager.start_profiling()  # doctest: +SKIP
+        >>> logits = model(batch)  # doctest: +SKIP
+        >>> manager.stop_profiling()  # doctest: +SKIP
+        >>> kernels = manager.get_results()  # doctest: +SKIP
     """
 
     def __init__(
