@@ -55,7 +55,7 @@ def llm_api_key_missing_message(
     """Return one line that says that there is no key.
 
     Args:
-        include_empty: Say that an empty key counts as none.
+        include_empty: Say that an empty key counts as none. Default False.
         context: What needs it, in front.
         suffix: What follows from it, at the end.
     """

@@ -27,8 +27,8 @@ class CacheEntry:
     Attributes:
         value: The result.
         created_s: When, as `time.time()`.
-        mtime_ns: Of the file then; None: there was none.
-        size: Of the file then.
+        mtime_ns: Modification time of the file then, in nanoseconds; None: there was none.
+        size: Bytes of the file then; None: there was none.
     """
 
     value: Any

@@ -116,7 +116,7 @@ class AttributionTools:
     Args:
         allowed_root: Absolute path; nothing outside of it is read.
         modules: Names of the analyses to offer; None: all.
-        timeout_s: Seconds that one call may take.
+        timeout_s: Seconds that one call may take. Default 300.
         registry: Where the analyses and their results are; default: a new one.
 
     Raises:

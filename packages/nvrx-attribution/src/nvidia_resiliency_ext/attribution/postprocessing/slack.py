@@ -56,7 +56,7 @@ def post_slack_message(token: str, channel: str, text: str, *, url: str = _API) 
         token: Token of the bot.
         channel: Name or identifier of the channel.
         text: The message.
-        url: Address of Slack's API.
+        url: Address of Slack's API; default: Slack's own.
 
     Raises:
         OSError: Slack cannot be reached or refuses it.

@@ -40,7 +40,7 @@ class ServiceClient:
     Args:
         connection: Where the service is.
         ended: Set when the program ends: no request waits then.
-        gap_s: Least time between two requests.
+        gap_s: Least seconds between two requests. Default 0.25.
 
     Attributes:
         is_reachable: Whether the last request was answered.
@@ -126,7 +126,7 @@ def submit_log(
         client: The service.
         job: The job.
         intent: "progressive" or "terminal".
-        evidence: Lines about the end of the job that are not in its log.
+        evidence: Lines about the end of the job that are not in its log. Default: none.
 
     Returns:
         True: the service has it; False: it refuses it for good, and `job.problem` says why; None:
