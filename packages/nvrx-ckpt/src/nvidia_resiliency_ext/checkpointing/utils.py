@@ -43,7 +43,7 @@ def logger_stack(
     """Add a name and a logger for messages inside the block; each thread has its own.
 
     Args:
-        name: Appended to the dotted name.
+        name: Appended to the dotted name; None: nothing is.
         current_logger: Logger to use from here on; default the surrounding one.
 
     Yields:
@@ -70,7 +70,7 @@ def debug_time(
     Args:
         name: What is timed.
         logger: Where to log; default the one of `logger_stack`.
-        threshold: Seconds below which nothing is logged.
+        threshold: Seconds below which nothing is logged. Default: all is logged.
         level: Default DEBUG, or WARNING where a threshold is given.
 
     Example:
@@ -106,7 +106,7 @@ def preload_tensors(state_dict: dict[Any, Any], non_blocking: bool = True) -> di
 
     Args:
         state_dict: Nested dict and list; it is not changed.
-        non_blocking: Let copies from several devices overlap.
+        non_blocking: Let copies from several devices overlap. Default True.
     """
     import torch
 

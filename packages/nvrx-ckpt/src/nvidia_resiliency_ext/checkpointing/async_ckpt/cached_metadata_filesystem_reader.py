@@ -31,7 +31,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
 
     Args:
         path: Directory of the checkpoint.
-        cache_metadata: Keep metadata; otherwise it is read each time.
+        cache_metadata: Keep metadata; otherwise it is read each time. Default True.
         verify: Check all files against the manifest when the metadata is read. Default
             `NVRX_CKPT_VERIFY_ON_LOAD` (0 or 1), else no. A checkpoint without manifest passes.
 
