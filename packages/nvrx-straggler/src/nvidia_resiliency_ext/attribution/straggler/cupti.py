@@ -15,9 +15,9 @@ class CuptiManager:
     Capture runs from the first `start_profiling` to the matching last `stop_profiling`.
 
     Args:
-        bufferSize: Bytes of one CUPTI buffer.
-        numBuffers: Buffers that are made at the start; more are made when needed.
-        statsMaxLenPerKernel: Samples that are kept for each kernel.
+        bufferSize: Bytes of one CUPTI buffer. Default 1,000,000.
+        numBuffers: Buffers that are made at the start; more are made when needed. Default 8.
+        statsMaxLenPerKernel: Samples that are kept for each kernel. Default 4096.
 
     Raises:
         ImportError: The extension `nvrx_cupti_module` was not built.
