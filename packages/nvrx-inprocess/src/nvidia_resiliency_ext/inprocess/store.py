@@ -41,14 +41,9 @@ from ._store.endpoint import (
 from ._store.mixin import BarrierError, BarrierOverflow, BarrierTimeout, StoreMixin
 
 __all__ = [
-    "BarrierError",
-    "BarrierOverflow",
-    "BarrierTimeout",
-    "FileStore",
-    "PrefixStore",
-    "StoreMixin",
+    "BarrierError", "BarrierOverflow", "BarrierTimeout", "FileStore", "PrefixStore", "StoreMixin",
     "TCPStore",
-]
+]  # fmt: skip
 
 logger = logging.getLogger("nvrx")
 
@@ -90,6 +85,10 @@ class TCPStore(StoreMixin, TorchTCPStore):
         multi_tenant: Whether several stores of this process share one server.
         use_libuv: Which of torch's servers to use; before torch 2.8 always the one without libuv,
             because only that one can listen at a single address.
+
+    Example:
+        >>> store = TCPStore("localhost", 29500, world_size=8)  # doctest: +SKIP
+        >>> store.barrier([rank], "start", 8, timedelta(seconds=60))  # doctest: +SKIP
     """
 
     critical_ranks = (0,)
