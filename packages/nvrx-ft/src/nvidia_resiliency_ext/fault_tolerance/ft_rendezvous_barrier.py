@@ -171,11 +171,11 @@ class FtRendezvousBarrierHandler(StoreRendezvousHandler):
         return ranks if min(ranks, default=0) >= 0 else list(range(len(members)))
 
     def remove_this_node(self) -> None:
-        """Not of this rendezvous; `_ft_rendezvous` has it."""
+        """Raise NotImplementedError: only `_ft_rendezvous` has it."""
         raise NotImplementedError("a node leaves the barrier rendezvous by ending its agent")
 
     def num_nodes(self) -> int:
-        """Not of this rendezvous; `_ft_rendezvous` has it."""
+        """Raise NotImplementedError: only `_ft_rendezvous` has it."""
         raise NotImplementedError("the world size of next_rendezvous() is the number of nodes")
 
 
