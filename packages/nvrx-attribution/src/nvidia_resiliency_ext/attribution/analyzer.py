@@ -126,21 +126,23 @@ class Analyzer:
     Args:
         allowed_root: Absolute path; nothing outside of it is read.
         use_lib_log_analysis: Results are `restart_agent_response.v1`; else the items of old.
+            Default False.
         log_sage: Function (verdict) -> verdict, such as a model's refinement. Clients get the
             verdict of the rules at once, and the refined one in later requests; if it fails, the
-            verdict does not change.
+            verdict does not change. Default: none.
         compute_timeout: Seconds from the end of a job to its result. Dumps that take more than half
-            of them leave the verdict to the log.
-        grace_period_seconds: Time in which a result is used without checking the file.
+            of them leave the verdict to the log. Default 300.
+        grace_period_seconds: Time in which a result is used without checking the file. Default 600.
         coalescer: Shares computations; default: a new one.
         trace_analyzer: Finds and analyses dumps; default: one for the same root.
-        times: Wait times for growing logs.
+        times: Wait times for growing logs. Default: `SessionTimes()`.
         history: Attempts of jobs; default: in memory.
         journal: File of submissions, written before the answer; None: no journal.
         max_growing: Logs of running jobs that are read at the same time; 0: each is read when its
-            job has ended.
+            job has ended. Default 64.
         policy: Retries that a site allows; None: the defaults.
-        on_complete: Called in the event loop with each finished analysis; must not block.
+        on_complete: Called in the event loop with each finished analysis; must not block. None:
+            nothing is called.
 
     Raises:
         ConfigError: The root is not an absolute path.
@@ -204,11 +206,11 @@ class Analyzer:
 
         Args:
             path: Absolute path; the file may be created later, its directory must exist.
-            user: Owner of the job.
-            job_id: The job.
-            cycle_id: Number of the cycle.
+            user: Owner of the job. Default "unknown".
+            job_id: The job; None: not known.
+            cycle_id: Number of the cycle, from 0; None: not known.
             analysis_intent: `track_only` (default), `progressive` or `terminal`.
-            log_complete: Nothing more will be written to the log.
+            log_complete: Nothing more will be written to the log. Default False.
             evidence: Lines of others about the end of the job, read after the last line of the
                 log; only those of the first terminal submission are used.
             attempt_index: Number of requeues of the job; a requeue begins with new cycles and logs.
@@ -272,10 +274,10 @@ class Analyzer:
 
         Args:
             path: The path as it was submitted.
-            file: Name of one file of a split log.
+            file: Name of one file of a split log; None: as `wl_restart` says.
             wl_restart: Which of the files, counted from 0; default: the newest.
             wait: Return only when the analysis has ended; for a log that was only submitted, the
-                job then counts as ended.
+                job then counts as ended. Default True.
 
         Raises:
             LogAnalyzerError: The log was never submitted, or there is no such file.

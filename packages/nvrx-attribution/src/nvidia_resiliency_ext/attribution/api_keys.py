@@ -29,6 +29,12 @@ def load_llm_api_key() -> str:
     """Return the key of the model endpoint; empty when there is none.
 
     Looked at in this order: LLM_API_KEY, the file LLM_API_KEY_FILE, `DEFAULT_LLM_API_KEY_PATHS`.
+
+    Example:
+        >>> from unittest import mock
+        >>> with mock.patch.dict(os.environ, {"LLM_API_KEY": "secret"}):
+        ...     load_llm_api_key()
+        'secret'
     """
     return _load("LLM_API_KEY", "LLM_API_KEY_FILE", DEFAULT_LLM_API_KEY_PATHS)
 
@@ -49,7 +55,7 @@ def llm_api_key_missing_message(
     """Return one line that says that there is no key.
 
     Args:
-        include_empty: Say that an empty key counts as none.
+        include_empty: Say that an empty key counts as none. Default False.
         context: What needs it, in front.
         suffix: What follows from it, at the end.
     """

@@ -99,6 +99,15 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         0 with a result, 2 for a wrong command line or rule file, 3 for input that cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile("w") as log:
+        ...     _ = log.write("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.")
+        ...     log.flush()
+        ...     main(["analyze", log.name])  # doctest: +ELLIPSIS
+        RESTART: gpu.off_bus (infrastructure, confidence ...
+        0
     """
     from nvidia_resiliency_ext.attribution._core.errors import (
         NoTraceError,

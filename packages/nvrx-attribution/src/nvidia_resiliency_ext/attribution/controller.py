@@ -81,9 +81,9 @@ class AttributionAnalysisConfig:
 
     Attributes:
         backend: `lib`: results are `restart_agent_response.v1`; `mcp`: the items of old.
-        compute_timeout: Seconds from the end of a job to its result.
-        times: Wait times for growing logs.
-        max_growing: Logs of running jobs that are read at the same time.
+        compute_timeout: Seconds from the end of a job to its result. Default 300.
+        times: Wait times for growing logs. Default: `SessionTimes()`.
+        max_growing: Logs of running jobs that are read at the same time. Default 64.
         model: Model that refines each verdict; None: as `refine.service_model_settings` says,
             with the routes of `restart_agent`.
         restart_agent: Retries, and models; None: that in the file of
@@ -104,8 +104,9 @@ class AttributionCacheConfig:
 
     Attributes:
         cache_file: File that keeps results over a restart of the service; None: no such file.
-        grace_period_seconds: Time in which a result is used without checking the file.
-        max_results: Maximum number of results; the oldest are removed first.
+        grace_period_seconds: Seconds in which a result is used without checking the file. Default
+            600.
+        max_results: Maximum number of results; the oldest are removed first. Default 3000.
         state_dir: Private directory of journal and history; None: both in memory only.
     """
 
@@ -174,6 +175,21 @@ class AttributionController:
     Raises:
         ConfigError: A setting is wrong, or a key is required and missing.
         OSError: The state directory cannot be used.
+
+    Example:
+        >>> import asyncio, tempfile
+        >>> async def action(root: str) -> str:
+        ...     controller = AttributionController(AttributionControllerConfig(root))
+        ...     log = os.path.join(root, "job.log")
+        ...     with open(log, "w") as file:
+        ...         _ = file.write("RuntimeError: CUDA error: out of memory")
+        ...     await controller.submit_log(log, analysis_intent="terminal", log_complete=True)
+        ...     result = await controller.analyze_log(log)
+        ...     await controller.shutdown_async()
+        ...     return result.recommendation["action"]
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     asyncio.run(action(root))
+        'STOP'
     """
 
     def __init__(self, config: AttributionControllerConfig) -> None:
@@ -244,7 +260,7 @@ class AttributionController:
 
         Args:
             log_path: The path as it was submitted.
-            file: Name of one file of a split log.
+            file: Name of one file of a split log; None: as `wl_restart` says.
             wl_restart: Index of the file, from 0; None: the newest.
             wait: Return only when the analysis has ended. Default True.
         """

@@ -74,11 +74,12 @@ class LogScanner:
     Args:
         rank_map: Rank -> node, as a mapping or a JSON file; default: as the log says.
         history: Earlier attempts: a JSON-lines or SQLite file, verdicts as JSON objects, or None.
-        job_id: The job.
-        cycle_id: Which run of its workers.
+        job_id: The job; None: not known.
+        cycle_id: Which run of its workers; None: not known.
         attempt_index: How often the scheduler had requeued the job: its cycles begin anew then.
+            Default 0.
         registry: The rules; default: the bundled ones.
-        policy: What a site may set.
+        policy: What a site may set; default: `RetryPolicy()`.
         fr_report: Report of the flight recorder, `nvrx_fr_report.v1`, or None.
 
     Raises:
@@ -247,16 +248,17 @@ def analyze(  # noqa: PLR0913 - the public signature
         log: A file, several files in their order, or an open binary file.
         fr_path: Directory or prefix of flight-recorder dumps, or None. Dumps that cannot be read
             leave the verdict to the log.
-        rank_map: Rank -> node, as a mapping or a JSON file.
+        rank_map: Rank -> node, as a mapping or a JSON file; default: as the log says.
         history: Earlier attempts. A file is read, and this attempt added when `job_id` is given; a
             file that cannot be written costs a warning, not the verdict.
-        job_id: The job.
-        cycle_id: Which run of its workers.
+        job_id: The job; None: not known.
+        cycle_id: Which run of its workers; None: not known.
         attempt_index: How often the scheduler had requeued the job: its cycles begin anew then.
+            Default 0.
         registry: The rules; default: the bundled ones.
-        policy: What a site may set.
-        max_bytes: Read no more than this; the verdict says so.
-        deadline_s: Seconds to read for; the verdict is then about what was read.
+        policy: What a site may set; default: `RetryPolicy()`.
+        max_bytes: Read no more than this; the verdict says so. Default: no limit.
+        deadline_s: Seconds to read for; the verdict is then about what was read. Default: no limit.
         allowed_root: Logs and dumps that lead outside of this directory are not read; None: no
             limit.
 
@@ -294,10 +296,11 @@ def read_log(
     Args:
         scanner: What is told that the log is truncated where a limit ends it.
         log: As for `analyze`.
-        max_bytes: Read no more of it.
-        deadline_s: Seconds after which no more is read.
-        allowed_root: Directory below which each path must lie, also when it is opened.
-        skips_launcher: Leave out lines of the launcher.
+        max_bytes: Read no more of it; None: no limit.
+        deadline_s: Seconds after which no more is read; None: no limit.
+        allowed_root: Directory below which each path must lie, also when it is opened. None: no
+            limit.
+        skips_launcher: Leave out lines of the launcher. Default False.
 
     Raises:
         UnreadableInputError: A file cannot be read.

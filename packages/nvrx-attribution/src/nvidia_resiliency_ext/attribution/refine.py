@@ -89,12 +89,12 @@ class ModelSettings:
         base_url: Address up to and including the version, such as `http://host:8000/v1`.
         model: Name of the model.
         api_key: Sent as bearer token; empty: none is sent.
-        temperature: Sampling temperature.
-        top_p: Nucleus sampling.
-        max_tokens: Length of an answer.
-        timeout_s: Seconds for one request.
-        retries: Further requests after one that failed, with growing pauses.
-        deadline_s: Seconds for all of it.
+        temperature: Sampling temperature. Default 0.2.
+        top_p: Nucleus sampling. Default 0.7.
+        max_tokens: Most tokens of an answer. Default 8192.
+        timeout_s: Seconds for one request. Default 30.
+        retries: Further requests after one that failed, with growing pauses. Default 2.
+        deadline_s: Seconds for all of it. Default 60.
 
     Raises:
         ConfigError: The address is no http(s) address, or the model has no name.
@@ -174,7 +174,7 @@ def service_model_settings(
     Args:
         environ: The environment.
         routes: Models of a configuration: unless the variable is 0, the first one is asked; one at
-            the address of the environment only if there is a key, too.
+            the address of the environment only if there is a key, too. None: no configuration.
 
     Raises:
         ConfigError: A value is wrong, or asking is switched on without an address.
@@ -330,6 +330,11 @@ async def refine(
     Returns:
         A copy whose `refinement` says what the model answered; when it gave no usable answer that
         has `used` = False and `error`, and nothing else is changed.
+
+    Example:
+        >>> async def refined(verdict: engine.Verdict) -> engine.Verdict:
+        ...     settings = ModelSettings("http://host:8000/v1", "llama")
+        ...     return await refine(verdict, client=ModelClient(settings))
     """
     rules = registry or load_registry()
     shown, text = _question(verdict, excerpt_of(verdict) if excerpt is None else excerpt, rules)

@@ -43,7 +43,7 @@ def logger_stack(
     """Add a name and a logger for messages inside the block; each thread has its own.
 
     Args:
-        name: Appended to the dotted name.
+        name: Appended to the dotted name; None: nothing is.
         current_logger: Logger to use from here on; default the surrounding one.
 
     Yields:
@@ -70,8 +70,12 @@ def debug_time(
     Args:
         name: What is timed.
         logger: Where to log; default the one of `logger_stack`.
-        threshold: Seconds below which nothing is logged.
+        threshold: Seconds below which nothing is logged. Default: all is logged.
         level: Default DEBUG, or WARNING where a threshold is given.
+
+    Example:
+        >>> with debug_time("gather", threshold=60.0):
+        ...     total = sum(range(10))
     """
     if level is None:
         level = logging.DEBUG if threshold == float("-inf") else logging.WARNING
@@ -102,7 +106,7 @@ def preload_tensors(state_dict: dict[Any, Any], non_blocking: bool = True) -> di
 
     Args:
         state_dict: Nested dict and list; it is not changed.
-        non_blocking: Let copies from several devices overlap.
+        non_blocking: Let copies from several devices overlap. Default True.
     """
     import torch
 
@@ -172,6 +176,10 @@ def diff(x1: Any, x2: Any, prefix: _Path = ()) -> _Difference:
     Returns:
         Paths that only the left one has, paths that only the right one has, and mismatches as
         `(path, type of left, type of right)`.
+
+    Example:
+        >>> diff({"step": 1, "lr": 0.1}, {"step": 2})
+        ([('lr',)], [], [(('step',), <class 'int'>, <class 'int'>)])
     """
     if isinstance(x1, dict) and isinstance(x2, dict):
         only_left = [(*prefix, key) for key in x1 if key not in x2]

@@ -12,22 +12,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 __all__ = [
-    "ACTION_CONTINUE",
-    "ACTION_RESTART",
-    "ACTION_STOP",
-    "ACTION_TIMEOUT",
-    "ACTION_UNKNOWN",
-    "INTENT_PROGRESSIVE",
-    "INTENT_TERMINAL",
-    "INTENT_TRACK_ONLY",
-    "ROUTE_HEALTHZ",
-    "ROUTE_LOGS",
-    "LogQuery",
-    "LogReply",
-    "LogSubmission",
-    "Recommendation",
-    "parse_log_reply",
-]
+    "ACTION_CONTINUE", "ACTION_RESTART", "ACTION_STOP", "ACTION_TIMEOUT", "ACTION_UNKNOWN",
+    "INTENT_PROGRESSIVE", "INTENT_TERMINAL", "INTENT_TRACK_ONLY", "ROUTE_HEALTHZ", "ROUTE_LOGS",
+    "LogQuery", "LogReply", "LogSubmission", "Recommendation", "parse_log_reply",
+]  # fmt: skip
 
 ROUTE_LOGS = "/logs"
 ROUTE_HEALTHZ = "/healthz"
@@ -136,7 +124,12 @@ class LogReply:
 
 
 def parse_log_reply(payload: object) -> LogReply:
-    """Return the reply in `payload`, a decoded JSON value; unknown forms give an empty reply."""
+    """Return the reply in `payload`, a decoded JSON value; unknown forms give an empty reply.
+
+    Example:
+        >>> parse_log_reply({"recommendation": {"action": "stop"}}).recommendation.action
+        'STOP'
+    """
     if not isinstance(payload, dict):
         return LogReply()
     recommendation = _recommendation(payload.get("recommendation"))

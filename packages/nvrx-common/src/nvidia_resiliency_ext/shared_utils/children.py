@@ -26,14 +26,9 @@ from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import ChildStartError
 
 __all__ = [
-    "Child",
-    "ExitStatus",
-    "PidHandle",
-    "end_with_parent",
-    "pidfd_available",
-    "signal_name",
+    "Child", "ExitStatus", "PidHandle", "end_with_parent", "pidfd_available", "signal_name",
     "start_child",
-]
+]  # fmt: skip
 
 logger = logging.getLogger("nvrx")
 
@@ -112,7 +107,12 @@ def wait_readable(descriptor: int, timeout_s: float | None) -> bool:
 
 @final
 class PidHandle:
-    """A hold on process `pid`, not our child, that never acts on a recycled number."""
+    """A hold on process `pid`, not our child, that never acts on a recycled number.
+
+    Example:
+        >>> with PidHandle(os.getpid()) as process:
+        ...     assert process.alive()
+    """
 
     def __init__(self, pid: int, start_ticks: int | None = None) -> None:
         """Take hold of a running process that, if the caller knows it, started at `start_ticks`.

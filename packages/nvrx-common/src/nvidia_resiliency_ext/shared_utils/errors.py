@@ -4,23 +4,11 @@
 from __future__ import annotations
 
 __all__ = [
-    "ChildStartError",
-    "ConfigError",
-    "DeadlineExceededError",
-    "DirectoryBusyError",
-    "FrameTooLargeError",
-    "LogFunnelClosedError",
-    "LogTargetRefusedError",
-    "MalformedFrameError",
-    "MissingExtraError",
-    "NvrxError",
-    "PathOutsideRootsError",
-    "PeerClosedError",
-    "PeerRefusedError",
-    "UnknownMessageError",
-    "UnsafePathError",
-    "WireError",
-]
+    "ChildStartError", "ConfigError", "DeadlineExceededError", "DirectoryBusyError",
+    "FrameTooLargeError", "LogFunnelClosedError", "LogTargetRefusedError", "MalformedFrameError",
+    "MissingExtraError", "NvrxError", "PathOutsideRootsError", "PeerClosedError",
+    "PeerRefusedError", "UnknownMessageError", "UnsafePathError", "WireError",
+]  # fmt: skip
 
 
 class NvrxError(Exception):
@@ -28,7 +16,12 @@ class NvrxError(Exception):
 
 
 class ConfigError(NvrxError, ValueError):
-    """A setting is wrong; the message names the key, the value and what is allowed."""
+    """A setting is wrong; the message names the key, the value and what is allowed.
+
+    Example:
+        >>> issubclass(ConfigError, ValueError)
+        True
+    """
 
 
 class DirectoryBusyError(NvrxError, RuntimeError):

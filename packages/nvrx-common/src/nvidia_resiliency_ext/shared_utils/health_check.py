@@ -6,6 +6,11 @@ is nothing to check), calling it returns a bool, and `async_check()` repeats the
 raises because of missing hardware, and each has a deadline, which holds even if a driver call or a
 mount never returns. ``python -m nvidia_resiliency_ext.shared_utils.health_check`` runs
 them once. Everything is loaded when first asked for.
+
+Example:
+    >>> from nvidia_resiliency_ext.shared_utils.health_check import StoragePathHealthCheck
+    >>> StoragePathHealthCheck(["/"])()
+    True
 """
 
 from __future__ import annotations
@@ -27,26 +32,12 @@ if TYPE_CHECKING:
     from .attribution_client import AttributionService
 
 __all__ = [
-    "AttributionService",
-    "Check",
-    "DistributedStorageHealthCheck",
-    "Finding",
-    "GPUHealthCheck",
-    "HealthResult",
-    "NVLHealthCheck",
-    "NVLinkWindowHealthCheck",
-    "NicHealthCheck",
-    "NicLinkStateHealthCheck",
-    "NodeHealthCheck",
-    "PciMixin",
-    "PynvmlMixin",
-    "StoragePathHealthCheck",
-    "abandoned_probes",
-    "main",
-    "run_checks",
-    "set_nvml",
+    "AttributionService", "Check", "DistributedStorageHealthCheck", "Finding", "GPUHealthCheck",
+    "HealthResult", "NVLHealthCheck", "NVLinkWindowHealthCheck", "NicHealthCheck",
+    "NicLinkStateHealthCheck", "NodeHealthCheck", "PciMixin", "PynvmlMixin",
+    "StoragePathHealthCheck", "abandoned_probes", "main", "run_checks", "set_nvml",
     "with_pynvml_lock",
-]
+]  # fmt: skip
 
 _NAMES = {
     "_health.check": ("Check", "Finding", "HealthResult", "run_checks"),

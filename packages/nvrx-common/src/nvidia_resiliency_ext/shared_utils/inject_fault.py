@@ -34,26 +34,12 @@ from ._faults.interpreter import (
 from ._faults.kinds import Fault, InjectedException, draw_plan
 
 __all__ = [
-    "DispatchedFault",
-    "Fault",
-    "InjectedException",
-    "abort",
-    "async_raise",
-    "async_raise_exception",
-    "clear_workload_exception",
-    "dispatch_fault_injection",
-    "gpu_sleep",
-    "inject_fault",
-    "lock_gil",
-    "maybe_raise_workload_exception",
-    "raise_gpu_error",
-    "register_fault",
-    "segfault",
-    "send_signal",
-    "termination_signal_handler",
-    "workload_exception",
+    "DispatchedFault", "Fault", "InjectedException", "abort", "async_raise",
+    "async_raise_exception", "clear_workload_exception", "dispatch_fault_injection", "gpu_sleep",
+    "inject_fault", "lock_gil", "maybe_raise_workload_exception", "raise_gpu_error",
+    "register_fault", "segfault", "send_signal", "termination_signal_handler", "workload_exception",
     "workload_raise_event",
-]
+]  # fmt: skip
 
 
 def inject_fault(
@@ -83,6 +69,9 @@ def inject_fault(
     Raises:
         RuntimeError: As `dispatch_fault_injection`.
         ValueError: `faults` is empty, or a minimum is larger than its maximum.
+
+    Example:
+        >>> inject_fault(Fault.SIGKILL, num_faults=1, keep_alive=1, delay=60.0, seed=7)
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     fault, ranks, seconds = draw_plan(faults, num_faults, keep_alive, delay, seed, world_size)

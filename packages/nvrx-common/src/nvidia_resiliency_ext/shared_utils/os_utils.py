@@ -15,19 +15,10 @@ from typing import BinaryIO
 from nvidia_resiliency_ext.shared_utils.errors import PathOutsideRootsError, UnsafePathError
 
 __all__ = [
-    "SEALS",
-    "atomic_write",
-    "lock_file",
-    "open_append_beneath",
-    "private_dir",
-    "read_regular_file",
-    "remove_tree_at",
-    "resolve_under_allowed_roots",
-    "shared_memory",
-    "sync_directory",
-    "validate_directory",
-    "validate_filepath",
-]
+    "SEALS", "atomic_write", "lock_file", "open_append_beneath", "private_dir", "read_regular_file",
+    "remove_tree_at", "resolve_under_allowed_roots", "shared_memory", "sync_directory",
+    "validate_directory", "validate_filepath",
+]  # fmt: skip
 
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _LONGEST_NAME_BYTES = 255
@@ -88,6 +79,10 @@ def resolve_under_allowed_roots(
 
     Raises:
         PathOutsideRootsError: The path leads outside of all roots; this is a `ValueError`.
+
+    Example:
+        >>> resolve_under_allowed_roots("/usr/../dev/null", ["/dev"])
+        '/dev/null'
     """
     path = os.fspath(path)
     if "\0" in path:

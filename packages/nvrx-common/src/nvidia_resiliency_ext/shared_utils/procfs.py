@@ -14,27 +14,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 __all__ = [
-    "Memory",
-    "ProcStat",
-    "Thread",
-    "boot_id",
-    "catches_signal",
-    "cmdline",
-    "environ_value",
-    "is_available",
-    "is_running",
-    "maps_name",
-    "memory",
-    "pid_namespace",
-    "pids",
-    "pids_in_groups",
-    "processes_with_environ",
-    "read_stat",
-    "running_in_groups",
-    "syscall",
-    "threads",
-    "wchan",
-]
+    "Memory", "ProcStat", "Thread", "boot_id", "catches_signal", "cmdline", "environ_value",
+    "is_available", "is_running", "maps_name", "memory", "pid_namespace", "pids", "pids_in_groups",
+    "processes_with_environ", "read_stat", "running_in_groups", "syscall", "threads", "wchan",
+]  # fmt: skip
 
 _GONE = (FileNotFoundError, ProcessLookupError, PermissionError, NotADirectoryError)
 _CHUNK_BYTES = 65536
@@ -107,7 +90,12 @@ def is_available() -> bool:
 
 
 def read_stat(pid: int) -> ProcStat | None:
-    """Return the kernel's record of process `pid`; None if it does not exist."""
+    """Return the kernel's record of process `pid`; None if it does not exist.
+
+    Example:
+        >>> read_stat(os.getpid()).running
+        True
+    """
     return _parse_stat(pid, _read(f"/proc/{pid}/stat"))
 
 

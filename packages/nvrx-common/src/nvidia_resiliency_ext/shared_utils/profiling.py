@@ -20,14 +20,9 @@ from typing import Any
 from nvidia_resiliency_ext.shared_utils.console import plain
 
 __all__ = [
-    "FaultToleranceProfiler",
-    "ProfilingEvent",
-    "ProfilingRecord",
-    "get_profiling_cycle",
-    "record_profiling_event",
-    "set_profiling_cycle",
-    "subscribe",
-]
+    "FaultToleranceProfiler", "ProfilingEvent", "ProfilingRecord", "get_profiling_cycle",
+    "record_profiling_event", "set_profiling_cycle", "subscribe",
+]  # fmt: skip
 
 logger = logging.getLogger("nvrx")
 
@@ -72,7 +67,12 @@ class ProfilingRecord:
 
 
 class FaultToleranceProfiler:
-    """Counts cycles and records events; all methods may be called from several threads."""
+    """Counts cycles and records events; all methods may be called from several threads.
+
+    Example:
+        >>> profiler = FaultToleranceProfiler()
+        >>> identity = profiler.record_event(ProfilingEvent.FAILURE_DETECTED, "node-a")
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards _cycle and _subscribers

@@ -12,10 +12,14 @@ _DIGITS = "0123456789"
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Return `ranks` as sorted ranges, each rank once: `[0, 1, 2, 3, 6]` gives `0-3,6`.
+    """Return `ranks` as sorted ranges, each rank once.
 
     Raises:
         ValueError: A rank is negative.
+
+    Example:
+        >>> format_ranks([6, 0, 1, 2, 3])
+        '0-3,6'
     """
     numbers = sorted(set(ranks))
     if numbers and numbers[0] < 0:
@@ -24,10 +28,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def format_runs(numbers: Iterable[int], width: int = 0) -> str:
-    """Return `numbers` in their order, runs shortened: `[4, 5, 6, 0, 2]` gives `4-6,0,2`.
-
-    Each has at least `width` digits.
-    """
+    """Return `numbers` in order, each of `width` digits or more, runs shortened: `4-6,0,2`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -59,8 +60,7 @@ def parse_ranks(text: str) -> list[int]:
 def format_hosts(hosts: Iterable[str]) -> str:
     """Return `hosts` as Slurm ranges, each name once: `node[001-004,007],login1`.
 
-    Names that share a prefix and the width of a zero-padded number at their end form one range;
-    groups come in alphabetical order.
+    Names with one prefix and one width of a zero-padded number at the end form a range; sorted.
     """
     numbered: dict[str, list[str]] = {}
     for host in sorted(set(hosts)):

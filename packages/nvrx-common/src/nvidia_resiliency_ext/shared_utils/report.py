@@ -28,14 +28,9 @@ from .console import plain, write_err, write_out
 from .os_utils import atomic_write
 
 __all__ = [
-    "build_timeline",
-    "load",
-    "main",
-    "render_html",
-    "render_json",
-    "render_prometheus",
+    "build_timeline", "load", "main", "render_html", "render_json", "render_prometheus",
     "render_text",
-]
+]  # fmt: skip
 
 _WRONG_INPUT = 2
 
@@ -45,6 +40,10 @@ def load(paths: Sequence[str]) -> list[EventFile]:
 
     Raises:
         EventFileError: A path is missing or is not an event file, or a directory has none.
+
+    Example:
+        >>> timeline = build_timeline(load(["/runs/42"]))  # doctest: +SKIP
+        >>> print(render_text(timeline, width=100))  # doctest: +SKIP
     """
     files: list[EventFile] = []
     for path in paths:

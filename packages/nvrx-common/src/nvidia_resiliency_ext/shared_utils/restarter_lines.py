@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `[NestedRestarter]` lines by which log-based tools follow restarts; it logs nothing itself.
 
-Both layers of restart write them: the launcher as `InJob`, the wrapper inside a rank as
-`InProcess`. A line reads `[NestedRestarter] name=[InJob] state=handling stage=starting`.
+Both layers of restart write them: the launcher as `InJob`, the wrapper in a rank as `InProcess`.
 """
 
 from __future__ import annotations
@@ -11,11 +10,8 @@ import enum
 
 __all__ = ["IN_JOB", "IN_PROCESS", "RestarterStage", "RestarterState", "format_restarter_line"]
 
-IN_JOB = "InJob"
-"""Name of the layer that restarts processes."""
-
-IN_PROCESS = "InProcess"
-"""Name of the layer that restarts inside a process."""
+IN_JOB = "InJob"  # the layer that restarts processes
+IN_PROCESS = "InProcess"  # the layer that restarts inside a process
 
 
 class RestarterState(enum.Enum):
@@ -44,6 +40,10 @@ def format_restarter_line(
         name: The layer, `IN_JOB` or `IN_PROCESS`, or a name of the user's own.
         state: The state entered, as a member or as its text.
         stage: The stage of the state; none is written for `None`.
+
+    Example:
+        >>> format_restarter_line(IN_JOB, RestarterState.HANDLING, RestarterStage.STARTING)
+        '[NestedRestarter] name=[InJob] state=handling stage=starting'
     """
     state_text = state.value if isinstance(state, RestarterState) else state
     line = f"[NestedRestarter] name=[{name}] state={state_text}"

@@ -21,21 +21,10 @@ from .abandonable import ParkedAtExit
 from .errors import DeadlineExceededError
 
 __all__ = [
-    "BACKLOG",
-    "SILENT_S",
-    "NoAnswerError",
-    "connected_sockets",
-    "is_connected_to",
-    "listen_at",
-    "open_client",
-    "reach",
-    "serving_options",
-    "socket_copy",
-    "socket_names",
-    "tcp_socket",
-    "tcp_sockets",
-    "watch_over",
-]
+    "BACKLOG", "SILENT_S", "NoAnswerError", "connected_sockets", "is_connected_to", "listen_at",
+    "open_client", "reach", "serving_options", "socket_copy", "socket_names", "tcp_socket",
+    "tcp_sockets", "watch_over",
+]  # fmt: skip
 
 BACKLOG = 4096
 SILENT_S = 60
@@ -119,6 +108,10 @@ def listen_at(family: int, address: tuple[Any, ...]) -> socket.socket:
 
     Raises:
         OSError: EADDRINUSE: the port is taken; EADDRNOTAVAIL: the address is not this host's.
+
+    Example:
+        >>> with listen_at(socket.AF_INET, ("127.0.0.1", 0)) as listener:
+        ...     port = listener.getsockname()[1]
     """
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

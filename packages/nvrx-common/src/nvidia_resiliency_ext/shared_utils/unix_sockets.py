@@ -26,8 +26,7 @@ _TIMEVAL = struct.Struct("@ll")
 MAX_WAITING = 256
 _MAX_WAITING_BYTES = 16 << 20
 _READ_BYTES = 65536
-# Per call of `receive`, so that a peer that never stops sending cannot keep its caller.
-_MAX_READS = 16
+_MAX_READS = 16  # for each `receive`: a peer that never stops sending cannot keep its caller
 _MAX_FDS = 64
 _NEVER_WAITS = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
 
@@ -82,7 +81,12 @@ def connect(path: str, timeout_s: float) -> socket.socket:
 
 
 def set_ipc_socket_timeouts(fileno: int, timeout: float) -> None:
-    """Limit sends and receives on the blocking socket `fileno` to `timeout` s; 0: no limit."""
+    """Limit sends and receives on the blocking socket `fileno` to `timeout` s; 0: no limit.
+
+    Example:
+        >>> with socket.socket(socket.AF_UNIX) as client:
+        ...     set_ipc_socket_timeouts(client.fileno(), timeout=5.0)
+    """
     whole = int(timeout)
     microseconds = int((timeout - whole) * 1e6)
     if timeout > 0 and whole == 0 and microseconds == 0:
@@ -258,10 +262,7 @@ class Channel:
                 self._waiting.popleft()
 
     def close(self) -> None:
-        """Close the socket and every descriptor that nobody took; idempotent.
-
-        Take the channel out of its selector first.
-        """
+        """Close socket and untaken descriptors; idempotent. Take it out of its selector first."""
         self.is_over = True
         self.sock.close()
         _close_all(self._fds)

@@ -12,12 +12,8 @@ import logging
 import os
 
 __all__ = [
-    "KINDS",
-    "HealthCheckInjector",
-    "reset_for_tests",
-    "set_current_cycle",
-    "should_inject_failure",
-]
+    "KINDS", "HealthCheckInjector", "reset_for_tests", "set_current_cycle", "should_inject_failure",
+]  # fmt: skip
 
 logger = logging.getLogger("nvrx")
 
@@ -33,6 +29,10 @@ class HealthCheckInjector:
     Args:
         spec: ``cycle:infra_rank[:kind]``, several separated by commas; default
             ``NVRX_INJECT_GPU_FAILURE``. Entries that make no sense are reported and passed over.
+
+    Example:
+        >>> HealthCheckInjector("2:0:nic").kinds(cycle=2, infra_rank=0)
+        frozenset({'nic'})
     """
 
     def __init__(self, spec: str | None = None) -> None:

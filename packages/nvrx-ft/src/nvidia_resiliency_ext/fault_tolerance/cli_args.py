@@ -46,6 +46,10 @@ def get_args_parser() -> argparse.ArgumentParser:
 
     Its result has a value for each flag, and also `given` (by attribute, the flag or environment
     variable of each value that is not a default) and `warnings` (texts to be logged once).
+
+    Example:
+        >>> get_args_parser().parse_args(["--nnodes=2", "train.py", "--lr=1"]).training_script_args
+        ['--lr=1']
     """
     parser = FlagParser(
         prog=PROGRAM,

@@ -71,6 +71,9 @@ class HeartbeatTimeouts:
         initial: Seconds from a rank's connection to its first heartbeat.
         subsequent: Seconds between two heartbeats.
         were_calculated: Whether both were calculated from measured times; None: unknown.
+
+    Example:
+        >>> timeouts = HeartbeatTimeouts(initial=600.0, subsequent=180.0)
     """
 
     initial: float | None = None

@@ -70,6 +70,10 @@ def diff(
     Returns:
         Paths only in `x1`, paths only in `x2`, and (path, type in x1, type in x2) of leaves that
         differ.
+
+    Example:
+        >>> diff({"lr": 0.1, "step": 1}, {"step": 2})
+        ([('lr',)], [], [(('step',), <class 'int'>, <class 'int'>)])
     """
     both_dicts = isinstance(x1, dict) and isinstance(x2, dict)
     both_lists = isinstance(x1, list) and isinstance(x2, list)

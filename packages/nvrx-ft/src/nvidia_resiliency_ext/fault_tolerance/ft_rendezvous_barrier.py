@@ -47,6 +47,9 @@ class RendezvousSettings:
         segment: Number of consecutive ranks that must share an NVLink domain.
         replacement_group_size: Number of nodes that a replacement group must have to be used.
         nproc_per_node: Workers on this node.
+
+    Example:
+        >>> settings = RendezvousSettings("job", 2, 3, RendezvousTimeout(), timedelta(seconds=5), 3)
     """
 
     run_id: str
@@ -168,11 +171,11 @@ class FtRendezvousBarrierHandler(StoreRendezvousHandler):
         return ranks if min(ranks, default=0) >= 0 else list(range(len(members)))
 
     def remove_this_node(self) -> None:
-        """Not of this rendezvous; `_ft_rendezvous` has it."""
+        """Raise NotImplementedError: only `_ft_rendezvous` has it."""
         raise NotImplementedError("a node leaves the barrier rendezvous by ending its agent")
 
     def num_nodes(self) -> int:
-        """Not of this rendezvous; `_ft_rendezvous` has it."""
+        """Raise NotImplementedError: only `_ft_rendezvous` has it."""
         raise NotImplementedError("the world size of next_rendezvous() is the number of nodes")
 
 

@@ -147,7 +147,7 @@ class RankMonitorStateMachine:
             self.transition_to(_S.FINALIZED)
 
     def periodic_restart_check(self) -> None:
-        """Log that the restart is still in progress."""
+        """Log that the restart is still in progress; AssertionError: none is under way."""
         if not self.is_restarting():
             raise AssertionError(f"no restart is under way in state {self.state.name}")
         self.transition_to(_S.HANDLING_PROCESSING)

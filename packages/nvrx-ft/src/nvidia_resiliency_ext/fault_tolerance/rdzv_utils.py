@@ -21,6 +21,10 @@ def rdzv_config_get_as_bool(
 
     Raises:
         ValueError: The value is anything else.
+
+    Example:
+        >>> rdzv_config_get_as_bool({"is_host": "yes"}, "is_host")
+        True
     """
     value = configs.get(key)
     if value is None:

@@ -52,6 +52,10 @@ def unavailable_nodes(sinfo: str) -> dict[str, str]:
 
     Raises:
         SlurmAnswerError: A line has another form.
+
+    Example:
+        >>> unavailable_nodes("n1|drained|bad NIC")
+        {'n1': 'n1 drained: bad NIC'}
     """
     found: dict[str, str] = {}
     for line in sinfo.splitlines():

@@ -32,13 +32,9 @@ if TYPE_CHECKING:
     from .progress_watchdog import ProgressWatchdog
 
 __all__ = [
-    "MonitorThread",
-    "RankShouldRestart",
-    "async_abort_main_thread",
-    "async_raise",
-    "delayed_async_raise",
-    "reraise_if_unraisable",
-]
+    "MonitorThread", "RankShouldRestart", "async_abort_main_thread", "async_raise",
+    "delayed_async_raise", "reraise_if_unraisable",
+]  # fmt: skip
 
 _PACE_S = 0.01
 _set_async_exc = ctypes.pythonapi.PyThreadState_SetAsyncExc
@@ -99,6 +95,10 @@ def reraise_if_unraisable(exc_type: type[BaseException]) -> Iterator[None]:
     In a destructor or a callback Python only reports them to `sys.unraisablehook`. While this is
     active they are raised once more in the main thread. The hook that was there is called, too,
     and is there again afterwards.
+
+    Example:
+        >>> with reraise_if_unraisable(RuntimeError):
+        ...     total = sum(range(10))
     """
     previous = sys.unraisablehook
     main_ident = threading.main_thread().ident

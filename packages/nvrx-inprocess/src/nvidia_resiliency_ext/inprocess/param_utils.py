@@ -22,13 +22,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ForwardRef, Optional, Union
 
 __all__ = [
-    "check_type",
-    "count_type_in_params",
-    "enforce_subclass",
-    "enforce_type",
-    "enforce_value",
+    "check_type", "count_type_in_params", "enforce_subclass", "enforce_type", "enforce_value",
     "substitute_param_value",
-]
+]  # fmt: skip
 
 _DEEPEST = 10  # aliases of aliases; a text may name itself
 _FORMS = {"Optional": Optional, "Union": Union, "Annotated": Annotated}
@@ -200,6 +196,10 @@ def enforce_type(argument: str, class_or_tuple: type | tuple[type, ...]) -> None
 
     Raises:
         TypeError: It is something else; the message names it.
+
+    Example:
+        >>> timeout_s = 5.0
+        >>> enforce_type("timeout_s", (int, float))
     """
     value = _local(argument, sys._getframe(1))  # noqa: SLF001 - the only way to the caller
     if not isinstance(value, class_or_tuple):

@@ -41,14 +41,9 @@ from ._store.endpoint import (
 from ._store.mixin import BarrierError, BarrierOverflow, BarrierTimeout, StoreMixin
 
 __all__ = [
-    "BarrierError",
-    "BarrierOverflow",
-    "BarrierTimeout",
-    "FileStore",
-    "PrefixStore",
-    "StoreMixin",
+    "BarrierError", "BarrierOverflow", "BarrierTimeout", "FileStore", "PrefixStore", "StoreMixin",
     "TCPStore",
-]
+]  # fmt: skip
 
 logger = logging.getLogger("nvrx")
 
@@ -66,16 +61,14 @@ def connect_client(make: Callable[[], Any], endpoint: Endpoint, limit_s: float) 
     """
     deadline = time.monotonic() + limit_s
     if not wait_until_listening(endpoint.host, endpoint.port, limit_s):
-        raise NobodyListensError(
-            f"no store answers at {endpoint}: nobody listens there, after {limit_s:g} s"
-        )
+        text = f"no store answers at {endpoint}: nobody listens there, after {limit_s:g} s"
+        raise NobodyListensError(text)
     left_s = max(0.0, deadline - time.monotonic()) + _GRACE_S
     try:
         return open_client(make, endpoint.port, left_s)
     except TimeoutError as error:
-        raise StoreLostError(
-            f"no store answers at {endpoint}: {error}, after {limit_s:g} s"
-        ) from None
+        text = f"no store answers at {endpoint}: {error}, after {limit_s:g} s"
+        raise StoreLostError(text) from None
 
 
 class TCPStore(StoreMixin, TorchTCPStore):
@@ -85,11 +78,19 @@ class TCPStore(StoreMixin, TorchTCPStore):
         host_name: The host of the store; `MASTER_ADDR` by default.
         port: Its port; `MASTER_PORT` by default.
         world_size: How many processes will connect; `WORLD_SIZE` by default.
-        timeout: How long connecting, and waiting for a key, may take.
-        wait_for_workers: Whether the host waits until all have connected.
-        multi_tenant: Whether several stores of this process share one server.
+        timeout: How long connecting, and waiting for a key, may take; 300 s by default.
+        wait_for_workers: Whether the host waits until all have connected. Default True.
+        multi_tenant: Whether several stores of this process share one server. Default False.
         use_libuv: Which of torch's servers to use; before torch 2.8 always the one without libuv,
             because only that one can listen at a single address.
+
+    Raises:
+        ConfigError: An argument is neither given nor usable in the environment.
+        StoreLostError: No store answers in time.
+
+    Example:
+        >>> store = TCPStore("localhost", 29500, world_size=8)  # doctest: +SKIP
+        >>> store.barrier([rank], "start", 8, timedelta(seconds=60))  # doctest: +SKIP
     """
 
     critical_ranks = (0,)
@@ -107,10 +108,8 @@ class TCPStore(StoreMixin, TorchTCPStore):
         endpoint = named_endpoint(os.environ, host_name, port)
         world_size = _inputs.optional_number("WORLD_SIZE") if world_size is None else world_size
         if world_size is None:
-            text = os.environ.get("WORLD_SIZE", "")[:64]
-            raise ConfigError(
-                f"WORLD_SIZE={text!r} in the environment is no number, and no world_size is given"
-            )
+            found = f"WORLD_SIZE={os.environ.get('WORLD_SIZE', '')[:64]!r} in the environment"
+            raise ConfigError(f"{found} is no number, and no world_size is given")
         options = {
             "world_size": world_size,
             "timeout": timeout,

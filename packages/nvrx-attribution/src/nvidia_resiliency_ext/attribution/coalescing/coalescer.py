@@ -39,9 +39,9 @@ class RequestCoalescer:
     `key` is the path that identifies a computation.
 
     Args:
-        compute_timeout: Seconds that one computation may take.
+        compute_timeout: Seconds that one computation may take. Default 300.
         grace_period_seconds: See above.
-        max_results: Results that are kept; the oldest go first.
+        max_results: Results that are kept; the oldest go first. Default 3000.
 
     Example:
         >>> import asyncio

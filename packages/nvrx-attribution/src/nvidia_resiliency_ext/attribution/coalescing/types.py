@@ -27,8 +27,8 @@ class CacheEntry:
     Attributes:
         value: The result.
         created_s: When, as `time.time()`.
-        mtime_ns: Of the file then; None: there was none.
-        size: Of the file then.
+        mtime_ns: Modification time of the file then, in nanoseconds; None: there was none.
+        size: Bytes of the file then; None: there was none.
     """
 
     value: Any
@@ -147,5 +147,9 @@ def coalesced_from_cache(entry: CacheEntry) -> LogAnalysisCoalesced:
 
     Args:
         entry: The kept result.
+
+    Example:
+        >>> coalesced_from_cache(CacheEntry("STOP", created_s=0.0))
+        LogAnalysisCoalesced(value='STOP', from_cache=True, shared=False)
     """
     return LogAnalysisCoalesced(entry.value, from_cache=True)

@@ -49,6 +49,13 @@ class CombinedLogFR(NVRxAttribution[dict[str, Any], str]):
 
     Raises:
         ValueError: When it runs and there is neither.
+
+    Example:
+        >>> given = {"input_data": ["NCCL timeout", "hanging ranks: [3]"]}
+        >>> with CombinedLogFR(given) as combined:
+        ...     text, state = combined.run_sync({})
+        >>> text.splitlines()[-1], state.name
+        ('ranks to exclude: [3]', 'STOP')
     """
 
     def __init__(self, args: Any) -> None:

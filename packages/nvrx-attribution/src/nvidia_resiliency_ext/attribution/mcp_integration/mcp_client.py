@@ -42,7 +42,7 @@ class NVRxMCPClient:
 
     Args:
         server_command: Program and arguments of the server.
-        call_timeout_s: Seconds that one request may take, the first one included.
+        call_timeout_s: Seconds that one request may take, the first one included. Default 330.
 
     Raises:
         MissingExtraError: On entry, when the library `mcp` is not installed.
@@ -262,7 +262,7 @@ def create_mcp_client(
     """Return a client of a server on this machine.
 
     Args:
-        mcp_server_log_level: Level of the server's log.
+        mcp_server_log_level: Level of the server's log. Default "INFO".
         allowed_root: Nothing outside of this directory is read; None: the server takes
             NVRX_ATTRSVC_ALLOWED_ROOT.
     """

@@ -116,11 +116,16 @@ class AttributionTools:
     Args:
         allowed_root: Absolute path; nothing outside of it is read.
         modules: Names of the analyses to offer; None: all.
-        timeout_s: Seconds that one call may take.
+        timeout_s: Seconds that one call may take. Default 300.
         registry: Where the analyses and their results are; default: a new one.
 
     Raises:
         ConfigError: The root is not a directory with an absolute path, or a module is unknown.
+
+    Example:
+        >>> tools = AttributionTools("/", modules=["fr_analyzer"])
+        >>> [tool["name"] for tool in tools.list_tools()]
+        ['fr_analyzer', 'log_analyzer_progressive_start', 'get_result', 'status']
     """
 
     def __init__(

@@ -23,7 +23,12 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the program's command line."""
+    """Return the parser of the program's command line.
+
+    Example:
+        >>> build_parser().parse_args(["--allowed-root", "/logs"]).server_name
+        'nvidia-resiliency-attribution'
+    """
     parser = argparse.ArgumentParser(
         prog="nvrx-mcp-analysis",
         description="Offer the analyses of logs and traces to assistants, by MCP on stdin and"

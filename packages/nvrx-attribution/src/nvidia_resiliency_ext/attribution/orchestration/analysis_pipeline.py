@@ -88,18 +88,19 @@ async def run_attribution_pipeline(  # noqa: PLR0913 - the public signature
 
     Args:
         log_path: The log.
-        mode: What to look at.
+        mode: What to look at. Default: log and traces.
         run_logsage: Analyses the log; default: the rules.
         discover_fr_dump_path: Finds dumps; default: `extract_fr_dump_path`.
         run_fr_analysis: Analyses dumps; default: `analyze_fr_dump`.
         run_log_fr_analyzer_mcp: Makes prose of both results, in the mode with a model; default:
             the model that is named.
-        fr_dump_path_override: Where the dumps are.
-        llm_model: Name of the model.
-        llm_base_url: Address of its endpoint, such as `http://host:8000/v1`.
-        llm_temperature: Sampling temperature.
-        llm_top_p: Nucleus sampling.
-        llm_max_tokens: Length of the answer.
+        fr_dump_path_override: Where the dumps are; default: they are looked for.
+        llm_model: Name of the model; needed in the mode with a model, without a function for the
+            prose.
+        llm_base_url: Address of its endpoint, such as `http://host:8000/v1`; needed likewise.
+        llm_temperature: Sampling temperature. Default 0.2.
+        llm_top_p: Nucleus sampling. Default 0.7.
+        llm_max_tokens: Most tokens of the answer. Default 8192.
         llm_api_key: Its key; default: as `api_keys.load_llm_api_key` says.
 
     Raises:
@@ -107,6 +108,15 @@ async def run_attribution_pipeline(  # noqa: PLR0913 - the public signature
         UnreadableInputError: The log cannot be read.
         ValueError: The mode with a model was asked for without a function for the prose, and
             without model and address.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile("w", suffix=".log") as log:
+        ...     _ = log.write("RuntimeError: CUDA error: out of memory")
+        ...     log.flush()
+        ...     found = asyncio.run(run_attribution_pipeline(log.name))
+        >>> found.log_result["recommendation"]["action"], found.fr_dump_path
+        ('STOP', None)
     """
     mode = AnalysisPipelineMode(mode)
     is_with_model = mode is AnalysisPipelineMode.LOG_AND_TRACE_WITH_LLM

@@ -45,7 +45,7 @@ class AttrSvcResult:
         """Return the beginning of the finding, on one line.
 
         Args:
-            max_chars: Its greatest length.
+            max_chars: Its greatest length in characters. Default 200.
         """
         result = self.result
         if isinstance(result, dict):
@@ -61,7 +61,7 @@ class AttrSvcResult:
         """Return the beginning of the result's identifier; empty when there is none.
 
         Args:
-            length: Its greatest length.
+            length: Its greatest length in characters. Default 16.
         """
         value = self.result.get("result_id") if isinstance(self.result, dict) else None
         return plain(value[:length]) if isinstance(value, str) else ""
@@ -71,7 +71,7 @@ class AttrSvcResult:
 
         Args:
             prefix: Text in front.
-            preview_chars: Greatest length of the finding.
+            preview_chars: Greatest length of the finding in characters. Default 200.
         """
         preview = self.attribution_preview(preview_chars)
         text = f"{prefix}{self.status or 'unknown'}: {self.recommendation.action}"
@@ -81,7 +81,7 @@ class AttrSvcResult:
         """Return one line for a log, with the log's path.
 
         Args:
-            preview_chars: Greatest length of the finding.
+            preview_chars: Greatest length of the finding in characters. Default 200.
         """
         return self.format_summary(f"attribution of {plain(self.log_path or '?')}: ", preview_chars)
 
@@ -104,7 +104,12 @@ def parse_attrsvc_response(payload: Any, *, log_path: str | None = None) -> Attr
 
     Args:
         payload: The decoded value.
-        log_path: The log that was asked about.
+        log_path: The log that was asked about; None: as the reply says.
+
+    Example:
+        >>> reply = {"status": "completed", "recommendation": {"action": "STOP"}}
+        >>> parse_attrsvc_response(reply).should_stop
+        True
     """
     if not isinstance(payload, dict):
         return AttrSvcResult(log_path=log_path)

@@ -55,8 +55,8 @@ def log_submit_payload(
     Args:
         log_path: Absolute path of the log on the service's host.
         user: The job's owner. Default "unknown".
-        job_id: The job.
-        cycle_id: Number of the start of the workers, from 0.
+        job_id: The job; None: not known.
+        cycle_id: Number of the start of the workers, from 0; None: not known.
         analysis_intent: "track_only" (default), "progressive" or "terminal".
 
     Raises:
@@ -73,9 +73,13 @@ def log_result_params(
 
     Args:
         log_path: The log.
-        file: Name of one file of a split log.
+        file: Name of one file of a split log; None: as `wl_restart` says.
         wl_restart: Index of the file, from 0; None: the newest.
         wait: Let the service reply only when the analysis has ended. Default True.
+
+    Example:
+        >>> log_result_params("/logs/job.log", wl_restart=1)
+        {'log_path': '/logs/job.log', 'wl_restart': '1', 'wait': 'true'}
     """
     return LogQuery(log_path, file, wl_restart, wait).to_params()
 
@@ -95,8 +99,8 @@ def post_log(
         client: Object with `post(route, json=..., headers=...)`, such as `httpx.Client`.
         log_path: Absolute path of the log on the service's host.
         user: The job's owner. Default "unknown".
-        job_id: The job.
-        cycle_id: Number of the start of the workers, from 0.
+        job_id: The job; None: not known.
+        cycle_id: Number of the start of the workers, from 0; None: not known.
         analysis_intent: "track_only" (default), "progressive" or "terminal".
 
     Raises:
@@ -121,7 +125,7 @@ def get_log_response(
     Args:
         client: Object with `get(route, params=..., headers=...)`, such as `httpx.Client`.
         log_path: The log.
-        file: Name of one file of a split log.
+        file: Name of one file of a split log; None: as `wl_restart` says.
         wl_restart: Index of the file, from 0; None: the newest.
         wait: Let the service reply only when the analysis has ended. Default True.
     """

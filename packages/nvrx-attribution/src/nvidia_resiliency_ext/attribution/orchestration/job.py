@@ -48,6 +48,11 @@ class Job:
         sched_restarts: Restarts by the scheduler.
         files: Files of a split log, in their order.
         attempt_index: How often the scheduler had requeued the job.
+
+    Example:
+        >>> job = Job("/logs/job.log", job_id="42")
+        >>> job.user, job.mode
+        ('unknown', <JobMode.PENDING: 'pending'>)
     """
 
     path: str

@@ -39,6 +39,11 @@ def logsage_recommendation(
     Args:
         items: The result items, oldest first.
         source: Name of the analysis, for the recommendation.
+
+    Example:
+        >>> item = RawAnalysisResultItem("", "", "the GPU fell off the bus", "", 0, "RESTART")
+        >>> logsage_recommendation([item]).action
+        'RESTART'
     """
     found = {_action_of(item): item for item in reversed(list(items))}
     for action in _PRIORITY:

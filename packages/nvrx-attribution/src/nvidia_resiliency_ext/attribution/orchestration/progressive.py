@@ -58,6 +58,10 @@ def normalize_analysis_intent(value: Any) -> str:
 
     Raises:
         ValueError: The value is none of `track_only`, `progressive` and `terminal`.
+
+    Example:
+        >>> normalize_analysis_intent(" Terminal "), normalize_analysis_intent(None)
+        ('terminal', 'track_only')
     """
     if value is None or value == "":
         return INTENT_TRACK_ONLY

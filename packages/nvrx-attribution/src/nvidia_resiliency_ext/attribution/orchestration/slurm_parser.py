@@ -89,6 +89,10 @@ def parse_slurm_output(content: str) -> SlurmOutputInfo:
 
     Args:
         content: The job's standard output.
+
+    Example:
+        >>> parse_slurm_output("Writing logs to /logs/42")
+        SlurmOutputInfo(logs_dir='/logs/42', cycle_count=1, has_requeue=False)
     """
     found = SlurmParser.parse(content)
     starts = content.count(END_PATHS) or int(found.logs_dir is not None)

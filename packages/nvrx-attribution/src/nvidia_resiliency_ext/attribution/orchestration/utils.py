@@ -48,12 +48,16 @@ def validate_log_path(
     Args:
         path: As the client named it.
         allowed_root: The log must lie below this directory.
-        must_exist: Whether the file must be there; else only its directory.
-        reject_empty: Whether an empty file is refused.
+        must_exist: Whether the file must be there; else only its directory. Default True.
+        reject_empty: Whether an empty file is refused. Default False.
 
     Raises:
         LogAnalyzerError: It is not absolute, leads outside of the root, does not exist, is no
             regular file, cannot be read, or is empty.
+
+    Example:
+        >>> validate_log_path("/later.log", "/", must_exist=False)
+        '/later.log'
     """
     if not isinstance(path, str) or not os.path.isabs(path) or "\0" in path:
         raise LogAnalyzerError(ErrorCode.INVALID_PATH, f"not an absolute path: {path!r:.200}")
@@ -114,7 +118,7 @@ def log_analyzer_result_payload(
 
     Args:
         items: The result items, oldest first.
-        module: Name of the analysis.
+        module: Name of the analysis. Default "log_analyzer".
     """
     kept = list(items)
     return {

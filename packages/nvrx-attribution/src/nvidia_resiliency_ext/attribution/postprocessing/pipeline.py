@@ -54,11 +54,11 @@ def build_dataflow_record(  # noqa: PLR0913 - the fields of the record
         cluster: Name of the cluster.
         user: The job's owner.
         job_id: The job.
-        duration_s: Seconds that the analysis took.
+        duration_s: Seconds that the analysis took. Default 0.
         completed_ms: End of the analysis in milliseconds since 1970; None: now.
         recommendation: The recommendation; None: computed from the items.
-        fr_dump_path: Path of the flight recorder dumps.
-        fr_result: Their analysis.
+        fr_dump_path: Path of the flight recorder dumps; None: there are none.
+        fr_result: Their analysis; None: there is none.
     """
     kept = list(items)
     advice = recommendation or logsage_recommendation(kept)
@@ -84,7 +84,16 @@ class ResultPoster:
 
     Args:
         post_fn: Sends one record; raises OSError when that is to be tried again.
-        tries: How often one record is tried, with growing pauses.
+        tries: How often one record is tried, with growing pauses. Default 4.
+
+    Example:
+        >>> sent = []
+        >>> poster = ResultPoster(sent.append)
+        >>> poster.post(build_dataflow_record([], log_path="/logs/job.log", job_id="42"))
+        True
+        >>> poster.close()
+        >>> sent[0]["s_job_id"], sent[0]["s_recommendation_action"]
+        ('42', 'UNKNOWN')
     """
 
     def __init__(self, post_fn: Callable[[dict[str, Any]], None], tries: int = _TRIES) -> None:
@@ -112,7 +121,7 @@ class ResultPoster:
         """Try to send each waiting record once more, and end the thread.
 
         Args:
-            timeout_s: Seconds to wait for that at most.
+            timeout_s: Seconds to wait for that at most. Default 5.
         """
         self._closing.set()
         try:

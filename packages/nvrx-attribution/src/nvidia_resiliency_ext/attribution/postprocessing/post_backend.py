@@ -38,6 +38,10 @@ class HttpPoster:
 
     Raises:
         ConfigError: See `check_export_url`.
+
+    Example:
+        >>> post = HttpPoster("https://collector.example/records")
+        >>> post({"s_job_id": "42"})  # doctest: +SKIP
     """
 
     def __init__(self, url: str) -> None:

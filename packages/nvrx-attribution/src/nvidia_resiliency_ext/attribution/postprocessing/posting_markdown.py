@@ -28,6 +28,12 @@ def format_posting_markdown_body(record: dict[str, Any]) -> str:
 
     Args:
         record: The record; see `build_dataflow_record`.
+
+    Example:
+        >>> record = {"s_job_id": "42", "s_recommendation_action": "STOP"}
+        >>> print(format_posting_markdown_body(record))
+        - **job**: 42
+        - **action**: STOP
     """
     lines = [
         f"- **{title}**: {plain(str(record[key])[:_LONGEST]).translate(_MARKUP)}"

@@ -33,6 +33,10 @@ def format_slack_text(record: dict[str, Any]) -> str:
 
     Args:
         record: The record; see `build_dataflow_record`.
+
+    Example:
+        >>> format_slack_text({"s_job_id": "42", "s_recommendation_action": "STOP"})
+        'job 42: STOP'
     """
     parts = [
         f"job {record.get('s_job_id') or '?'}: {record.get('s_recommendation_action')}",
@@ -52,7 +56,7 @@ def post_slack_message(token: str, channel: str, text: str, *, url: str = _API) 
         token: Token of the bot.
         channel: Name or identifier of the channel.
         text: The message.
-        url: Address of Slack's API.
+        url: Address of Slack's API; default: Slack's own.
 
     Raises:
         OSError: Slack cannot be reached or refuses it.

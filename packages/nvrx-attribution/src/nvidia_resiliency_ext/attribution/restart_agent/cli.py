@@ -60,6 +60,15 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         0 with a decision, 2 for wrong arguments or files.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile("w") as log:
+        ...     _ = log.write("RuntimeError: CUDA error: out of memory")
+        ...     log.flush()
+        ...     main([log.name, "--disable-l1", "--summary"])  # doctest: +ELLIPSIS
+        STOP (workload_unrecoverable): gpu.oom: ...
+        0
     """
     args = build_parser().parse_args(argv)
     try:

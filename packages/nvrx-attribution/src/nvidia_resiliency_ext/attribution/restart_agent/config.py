@@ -76,7 +76,7 @@ class RestartAgentRequest:
     Attributes:
         log_path: Absolute path.
         job_id: The job; without it no history counts.
-        cycle_id: Which attempt of it.
+        cycle_id: Which attempt of it; None: not known.
         analysis_mode: `terminal` (the job has ended), `progressive_start` (it runs: read what is
             there) or `progressive_end` (it has ended: read the rest).
 
@@ -131,7 +131,8 @@ class RestartAgentConfig:
         config_id: Name of the configuration.
         config_version: Its version.
         settings: Each section with all its keys, defaults filled in.
-        policy: Retries, with what the workload declares to recover from by itself.
+        policy: Retries, with what the workload declares to recover from by itself. Default:
+            `RetryPolicy()`.
         routes: Models that are asked, by name; empty: none.
     """
 
@@ -173,6 +174,11 @@ def parse_restart_agent_config(
 
     Raises:
         ConfigError: A key is unknown, or a value wrong; the message names it.
+
+    Example:
+        >>> config = parse_restart_agent_config({"schema_version": "restart_agent_config.v1"}, {})
+        >>> config.settings["retry_policy"]["general_retry_allowed_retries"], config.routes
+        (3, {})
     """
     roots = {section.partition(".")[0] for section in _SECTIONS}
     others = ("config_id", "config_version", "declared_recovery_capabilities")

@@ -32,8 +32,8 @@ class AttemptRecordControl:
     """Attempts of jobs, as JSON objects; in memory.
 
     Args:
-        max_attempts_per_job: The oldest of a job go first.
-        max_total_records: The oldest of all go first.
+        max_attempts_per_job: Attempts of a job that are kept; the oldest go first. Default 10.
+        max_total_records: Attempts of all jobs that are kept; the oldest go first. Default 3000.
     """
 
     def __init__(self, max_attempts_per_job: int = 10, max_total_records: int = 3000) -> None:
@@ -146,7 +146,8 @@ class RestartAgentRuntime:
             request: What to judge.
             on_deterministic_ready: Gets the response of the rules, before a model is asked.
             on_route_complete: Gets the name of each model's route and its `refinement`.
-            retain_detailed_artifacts: Add `nvrx_attribution.v1` as key `attribution`.
+            retain_detailed_artifacts: Add `nvrx_attribution.v1` as key `attribution`. Default
+                False.
 
         Raises:
             ConfigError: A log ends that was not started.

@@ -91,6 +91,12 @@ class CollectiveAnalyzer(NVRxAttribution[str, dict[str, str]]):
 
     Raises:
         ValueError: When it runs and no file could be read.
+
+    Example:
+        >>> with CollectiveAnalyzer({"fr_path": "/dumps"}) as analyzer:  # doctest: +SKIP
+        ...     result, _ = analyzer.run_sync({})
+        >>> result["hanging_ranks"]  # doctest: +SKIP
+        'hanging ranks: [3]'
     """
 
     def __init__(self, args: Any) -> None:
@@ -256,6 +262,12 @@ def eprint(*args: object) -> None:
 
     Args:
         args: The parts of the line, joined by blanks.
+
+    Example:
+        >>> import contextlib
+        >>> with contextlib.redirect_stderr(sys.stdout):
+        ...     eprint("rank", 3)
+        rank 3
     """
     write_err(" ".join(map(str, args)).rstrip("\n") + "\n")
 

@@ -103,6 +103,14 @@ def extract_fr_dump_path(log_path: str, allowed_root: str | None = None) -> str 
 
     Returns:
         A prefix or a directory in which there are dumps, or None.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     os.mkdir(f"{folder}/checkpoints")
+        ...     open(f"{folder}/checkpoints/_dump_0", "w").close()
+        ...     extract_fr_dump_path(f"{folder}/job.log") == f"{folder}/checkpoints"
+        True
     """
     for candidate in _candidates(log_path, allowed_root):
         resolved = candidate if allowed_root is None else _resolved(candidate, allowed_root)

@@ -95,6 +95,10 @@ def create_app(settings: Settings) -> "FastAPI":
     Raises:
         MissingExtraError: FastAPI is not installed.
         ConfigError: The token file cannot be read.
+
+    Example:
+        >>> create_app(Settings(allowed_root="/logs")).title
+        'nvrx-attrsvc'
     """
     try:
         from fastapi import FastAPI

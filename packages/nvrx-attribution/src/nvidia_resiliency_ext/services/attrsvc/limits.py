@@ -47,6 +47,11 @@ class RateLimiter:
 
     Args:
         rate: What one client may do.
+
+    Example:
+        >>> limiter = RateLimiter(parse_rate("1/minute"))
+        >>> limiter.wait_s("10.0.0.7", now_s=0.0), limiter.wait_s("10.0.0.7", now_s=30.0)
+        (0.0, 30.0)
     """
 
     def __init__(self, rate: Rate) -> None:

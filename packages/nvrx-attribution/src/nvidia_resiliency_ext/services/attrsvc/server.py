@@ -44,6 +44,10 @@ def setup(environ: Mapping[str, str] | None = None) -> Settings:
 
     Raises:
         ConfigError: A setting is wrong.
+
+    Example:
+        >>> str(setup({"NVRX_ATTRSVC_ALLOWED_ROOT": "/logs"}).service_endpoint)  # doctest: +SKIP
+        'http://127.0.0.1:8000'
     """
     settings = Settings.from_environ(os.environ if environ is None else environ)
     logging.basicConfig(

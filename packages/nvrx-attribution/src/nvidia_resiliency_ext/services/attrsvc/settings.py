@@ -96,31 +96,33 @@ class Settings:
 
     Attributes:
         allowed_root: Absolute path; no log outside of it is read. Required.
-        endpoint: Where to listen; wins over `host` and `port`.
-        host: Address to listen at.
-        port: Port to listen at.
+        endpoint: Where to listen; wins over `host` and `port`. None: as these say.
+        host: Address to listen at. Default 127.0.0.1.
+        port: Port to listen at. Default 8000.
         log_level: Level of the service's log.
-        compute_timeout: Seconds from the end of a job to its result.
+        compute_timeout: Seconds from the end of a job to its result. Default 300.
         analysis_backend: Form of results: `lib` or `mcp`.
         progressive_analysis: `all_explicit`, or `off`: no log is read before its end.
         progressive_enabled: False is the same as `off`.
-        log_quiet_seconds: An ended log is complete when it has not grown for so long.
-        log_max_wait_seconds: ... or when it still grows after so long.
-        log_poll_seconds: Between two looks at an ended log.
-        pre_end_poll_seconds: Between two looks at a log of a running job.
+        log_quiet_seconds: An ended log is complete when it has not grown for so long. Default 5.
+        log_max_wait_seconds: ... or when it still grows after so long. Default 40.
+        log_poll_seconds: Between two looks at an ended log. Default 0.25.
+        pre_end_poll_seconds: Between two looks at a log of a running job. Default 180.
         active_idle_seconds: A log of a running job that has not grown for so long is let go.
-        max_active_states: Logs of running jobs that are read at the same time.
-        max_completed_results: Results that are kept.
+            Default 900.
+        max_active_states: Logs of running jobs that are read at the same time. Default 64.
+        max_completed_results: Results that are kept. Default 3000.
         cluster_name: Its name in exported records.
-        cache_file: Results outlive the service there.
-        cache_grace_period_seconds: How long a result counts without a look at the log.
+        cache_file: File in which results outlive the service; None: there is none.
+        cache_grace_period_seconds: Seconds that a result counts without a look at the log. Default
+            600.
         state_dir: Private directory of journal and history; None: both in memory only.
-        rate_limit_submit: `POST /logs` per client.
-        rate_limit_analyze: `GET /logs?wait=true` per client.
-        rate_limit_preview: `GET /print` per client.
-        export_url: Complete http(s) address that takes a record of each result.
+        rate_limit_submit: `POST /logs` per client. Default 1200/minute.
+        rate_limit_analyze: `GET /logs?wait=true` per client. Default 60/minute.
+        rate_limit_preview: `GET /print` per client. Default 120/minute.
+        export_url: Complete http(s) address that takes a record of each result; None: none does.
         token_file: File with the token that clients must show; None: none is asked for.
-        insecure: Listen at an address that others can reach, without a token.
+        insecure: Listen at an address that others can reach, without a token. Default False.
         slack_bot_token: Token of the bot that writes of STOP (`SLACK_BOT_TOKEN`).
         slack_channel: Where it writes (`SLACK_CHANNEL`).
         model: The model that is asked (`NVRX_ATTRSVC_LLM_*`, `NVRX_LLM_*`).

@@ -40,11 +40,18 @@ class ServiceClient:
     Args:
         connection: Where the service is.
         ended: Set when the program ends: no request waits then.
-        gap_s: Least time between two requests.
+        gap_s: Least seconds between two requests. Default 0.25.
 
     Attributes:
         is_reachable: Whether the last request was answered.
         is_refused: Whether it had no reply, or one that may change: 401, 429 or a failure.
+
+    Example:
+        >>> from nvidia_resiliency_ext.shared_utils.json_http import parse_endpoint
+        >>> connection = JsonConnection(parse_endpoint("http://attrsvc:8000"), timeout_s=60.0)
+        >>> client = ServiceClient(connection, threading.Event())
+        >>> client.is_alive()  # doctest: +SKIP
+        True
     """
 
     def __init__(
@@ -119,7 +126,7 @@ def submit_log(
         client: The service.
         job: The job.
         intent: "progressive" or "terminal".
-        evidence: Lines about the end of the job that are not in its log.
+        evidence: Lines about the end of the job that are not in its log. Default: none.
 
     Returns:
         True: the service has it; False: it refuses it for good, and `job.problem` says why; None:

@@ -50,16 +50,18 @@ class SlurmJobMonitor:
 
     Args:
         attrsvc_url: The attribution service: `http://h:p`, `https://h:p` or `unix:///path`.
-        poll_interval: Seconds between two looks at the queue.
-        user: Only this user's jobs.
+        poll_interval: Seconds between two looks at the queue. Default 180.
+        user: Only this user's jobs; None: as `all_users` says.
         all_users: Whether the jobs of all users count where `user` is None; else only one's own.
-        partitions: Only jobs in these; empty: in all.
-        job_pattern: Only jobs in whose name this regular expression is found.
-        timeout: Seconds that one call of Slurm or one request may take.
+            Default True.
+        partitions: Only jobs in these; empty: in all. Default `batch` and `batch_long`.
+        job_pattern: Only jobs in whose name this regular expression is found. Default: all.
+        timeout: Seconds that one call of Slurm or one request may take. Default 60.
         port: Where counts and jobs are shown; None: nowhere.
-        host: At which address.
-        token_file: File with the token of the service.
-        status_token_file: File with the token that is asked for where counts are shown.
+        host: At which address. Default 127.0.0.1.
+        token_file: File with the token of the service; None: it asks for none.
+        status_token_file: File with the token that is asked for where counts are shown; None: all
+            may look.
         state_file: Where jobs are kept over restarts; None: nowhere.
 
     Attributes:
@@ -67,6 +69,10 @@ class SlurmJobMonitor:
 
     Raises:
         ConfigError: An argument is unusable, or Slurm's programs are missing.
+
+    Example:
+        >>> monitor = SlurmJobMonitor("http://attrsvc:8000", partitions=())  # doctest: +SKIP
+        >>> monitor.run()  # doctest: +SKIP
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the public signature

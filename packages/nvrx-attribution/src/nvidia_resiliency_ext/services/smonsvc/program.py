@@ -48,7 +48,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def get_args_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the parser of the command line.
+
+    Example:
+        >>> get_args_parser().parse_args(["--user", "ada", "--port", "8100"]).port
+        '8100'
+    """
     parser = argparse.ArgumentParser(
         prog="nvrx-smonsvc",
         description="Hand the logs of a Slurm cluster's jobs to the attribution service.",

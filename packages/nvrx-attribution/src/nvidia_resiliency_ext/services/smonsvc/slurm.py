@@ -74,7 +74,7 @@ class SlurmClient:
     """Runs `squeue`, `scontrol` and `sacct`.
 
     Args:
-        timeout_s: What one call may take.
+        timeout_s: Seconds that one call may take. Default 60.
         user: Only this user's jobs; None: those of all.
         partitions: Only jobs in these; empty: in all.
 

@@ -26,14 +26,20 @@ class StatusServer:
     Args:
         state: What it shows.
         port: Where it listens; 0 takes a free one.
-        host: At which address.
-        token_file: File with the token that is asked for except at `/healthz`.
+        host: At which address. Default 127.0.0.1.
+        token_file: File with the token that is asked for except at `/healthz`; None: all may look.
 
     Attributes:
         port: Where it listens.
 
     Raises:
         ConfigError: The address cannot be had, or others could read there without a token.
+
+    Example:
+        >>> server = StatusServer(MonitorState(), port=0)
+        >>> server.port > 0
+        True
+        >>> server.close()
     """
 
     def __init__(

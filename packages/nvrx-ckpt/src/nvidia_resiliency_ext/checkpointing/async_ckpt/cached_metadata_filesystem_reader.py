@@ -31,12 +31,24 @@ class CachedMetadataFileSystemReader(FileSystemReader):
 
     Args:
         path: Directory of the checkpoint.
-        cache_metadata: Keep metadata; otherwise it is read each time.
+        cache_metadata: Keep metadata; otherwise it is read each time. Default True.
         verify: Check all files against the manifest when the metadata is read. Default
             `NVRX_CKPT_VERIFY_ON_LOAD` (0 or 1), else no. A checkpoint without manifest passes.
 
     Raises:
         ValueError: `NVRX_CKPT_VERIFY_ON_LOAD` is neither 0 nor 1.
+
+    Example:
+        >>> import tempfile, torch, warnings
+        >>> import torch.distributed.checkpoint as dcp
+        >>> state = {"weight": torch.zeros(2)}
+        >>> with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore")  # torch's about a single process
+        ...     _ = dcp.save({"weight": torch.ones(2)}, checkpoint_id=folder, no_dist=True)
+        ...     reader = CachedMetadataFileSystemReader(folder, verify=True)
+        ...     dcp.load(state, storage_reader=reader, no_dist=True)
+        >>> state
+        {'weight': tensor([1., 1.])}
     """
 
     _metadata_cache: ClassVar[OrderedDict[_Key, Metadata]] = OrderedDict()

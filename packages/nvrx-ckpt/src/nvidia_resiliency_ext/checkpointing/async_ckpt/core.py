@@ -124,12 +124,12 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
         >>> queue.close()
 
     Args:
-        persistent: Keep one worker process. Otherwise one runs only while saves are pending, and
-            a thread runs functions that cannot be pickled.
+        persistent: Keep one worker process. Otherwise one runs only while saves are pending, and a
+            thread runs functions that cannot be pickled. Default True.
         is_daemon: Accepted for compatibility; the worker never outlives the trainer.
-        cpu_priority: Niceness of the worker, 0 to 19.
+        cpu_priority: Niceness of the worker, 0 to 19. Default 10.
         io_priority: Class of disk priority, 0 to 3 (3 = idle); None keeps it.
-        sigterm_timeout: Seconds between SIGTERM and SIGKILL when the worker is stopped.
+        sigterm_timeout: Seconds between SIGTERM and SIGKILL when the worker is stopped. Default 30.
         cpu_shm_mode: Accepted for compatibility; the worker never has a CUDA context.
         save_timeout: Seconds after which an unwritten save counts as failed. Default
             `NVRX_CKPT_SAVE_TIMEOUT`, else never.
@@ -141,7 +141,7 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
             and continue. Default `NVRX_CKPT_ON_ERROR`, else "raise".
         retries: Number of retries of the worker after an error of the file system. Default 3 with
             "warn", else 0.
-        retry_delay: Seconds before the first retry; doubled each time, at most 60.
+        retry_delay: Seconds before the first retry; doubled each time, at most 60. Default 1.
         max_failures: With "warn": raise after this number of failures in a row. Default: never.
 
     Raises:
@@ -214,9 +214,10 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
         Args:
             rank: Accepted for compatibility; the worker needs no device.
             is_daemon: As for the queue, like all that follow.
-            cpu_priority: Niceness of the worker, 0 to 19.
+            cpu_priority: Niceness of the worker, 0 to 19. Default 10.
             io_priority: Class of disk priority, 0 to 3; None keeps it.
-            sigterm_timeout: Seconds between SIGTERM and SIGKILL when the worker is stopped.
+            sigterm_timeout: Seconds between SIGTERM and SIGKILL when the worker is stopped. Default
+                30.
             cpu_shm_mode: Accepted for compatibility.
         """
         running = any(queue.persistent_caller for queue in cls.get_instances())
@@ -275,8 +276,8 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
         """Finalise the saves that are written on all ranks, oldest first.
 
         Args:
-            blocking: Wait for all scheduled saves.
-            no_dist: Check only this rank; otherwise all ranks must call this.
+            blocking: Wait for all scheduled saves. Default False.
+            no_dist: Check only this rank; otherwise all ranks must call this. Default False.
 
         Returns:
             The indices of the calls finalised since the last call, also by scheduling another one.
@@ -319,7 +320,7 @@ class AsyncCallsQueue(metaclass=ObjectTracker):
 
         Args:
             abort: Discard pending saves instead: no finalize function runs, and the call does not
-                wait for other ranks. May be called from any thread.
+                wait for other ranks. May be called from any thread. Default False.
         """
         try:
             if not abort:

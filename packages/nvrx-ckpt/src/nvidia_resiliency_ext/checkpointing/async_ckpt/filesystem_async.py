@@ -110,8 +110,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         path: Directory of the checkpoint, or `msc://...`.
         args: For DCP's `FileSystemWriter`.
         separation_hint: Items whose names begin with it are written to separate files;
-            `thread_count` must then be at least 2.
-        use_msc: Write through multi-storage-client (extra `msc`).
+            `thread_count` must then be at least 2. Default: none.
+        use_msc: Write through multi-storage-client (extra `msc`). Default False, and True for
+            `msc://...`.
         is_multiproc_io: Accepted for compatibility; files are always written in parallel.
         use_cached_data_structure: Accepted for compatibility; data is always staged by value.
         use_cpu_shm_for_gpu_tensors: Likewise; the worker never needs a CUDA context.
@@ -130,6 +131,16 @@ class FileSystemWriterAsync(FileSystemWriter):
     Attributes:
         has_data_to_write: Whether this rank writes anything.
         can_run_decentralized_global_plan: True: plans need not go through one rank.
+
+    Example:
+        >>> import tempfile
+        >>> from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import (
+        ...     save_state_dict_async_plan)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     writer = FileSystemWriterAsync(folder, thread_count=2)
+        ...     _ = save_state_dict_async_plan({"weight": torch.ones(2)}, writer)
+        >>> writer.has_data_to_write
+        True
     """
 
     can_run_decentralized_global_plan = True
@@ -238,7 +249,8 @@ class FileSystemWriterAsync(FileSystemWriter):
 
         Args:
             resolved_plan_data: Buckets with tensors anywhere.
-            non_blocking: Let copies from a device overlap; they are complete on return.
+            non_blocking: Let copies from a device overlap; they are complete on return. Default
+                True.
         """
         loaded = []
         for path, key, (bytes_items, tensor_items) in resolved_plan_data:
@@ -322,7 +334,8 @@ class FileSystemWriterAsync(FileSystemWriter):
             write_bucket: The file's path, its name and its items.
             results_queue: Receives one pair with `put`.
             use_fsync: Make the file durable before the result is reported. Default True.
-            use_msc: Write through the multi-storage client instead of the file system.
+            use_msc: Write through the multi-storage client instead of the file system. Default
+                False.
             open_file: How the file is opened.
         """
         try:

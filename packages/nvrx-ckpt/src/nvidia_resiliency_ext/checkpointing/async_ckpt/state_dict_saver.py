@@ -140,7 +140,7 @@ def init_checkpoint_metadata_cache(cached_global_metadata: Metadata | None = Non
     """Create the cache that saves of this process use when none is passed.
 
     Args:
-        cached_global_metadata: Metadata of the checkpoint that was loaded.
+        cached_global_metadata: Metadata of the checkpoint that was loaded; None: none was.
     """
     global _cache  # noqa: PLW0603 - given
     _cache = CheckpointMetadataCache()
@@ -168,9 +168,9 @@ def save_state_dict_async_plan(  # noqa: PLR0913, PLR0917 - given
         state_dict: The state to save.
         storage_writer: A new writer for this checkpoint.
         process_group: Ranks that save; None for all.
-        coordinator_rank: Rank in the group that writes the metadata.
+        coordinator_rank: Rank in the group that writes the metadata. Default 0.
         planner: Default `DefaultSavePlanner()`.
-        enable_cache: Skip planning if the structure did not change on any rank.
+        enable_cache: Skip planning if the structure did not change on any rank. Default False.
         metadata_cache: The cache of plans; default the one of this process.
 
     Returns:
@@ -178,6 +178,20 @@ def save_state_dict_async_plan(  # noqa: PLR0913, PLR0917 - given
 
     Raises:
         CheckpointException: Planning failed on some rank; all ranks raise it.
+
+    Example:
+        >>> import functools, tempfile
+        >>> from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest
+        >>> from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import (
+        ...     FileSystemWriterAsync)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     writer = FileSystemWriterAsync(folder)
+        ...     planned = save_state_dict_async_plan({"weight": torch.ones(2)}, writer)
+        ...     function, preload, args = writer.get_save_function_and_args()
+        ...     finalize = functools.partial(save_state_dict_async_finalize, *planned)
+        ...     AsyncRequest(function, args, [finalize], preload_fn=preload).execute_sync()
+        ...     os.path.exists(f"{folder}/.metadata")
+        True
     """
     wrapper = _DistWrapper(process_group, dist.is_initialized(), coordinator_rank)
     save = _Planning(state_dict, storage_writer, planner or DefaultSavePlanner(), wrapper)

@@ -45,7 +45,8 @@ class TorchAsyncCheckpoint:
         >>> checkpoint.close()
 
     Args:
-        persistent_queue: Keep one worker process; otherwise one runs only during a save.
+        persistent_queue: Keep one worker process; otherwise one runs only during a save. Default
+            True.
     """
 
     def __init__(self, persistent_queue: bool = True) -> None:
@@ -78,9 +79,9 @@ class TorchAsyncCheckpoint:
         """Finish the saves that are written.
 
         Args:
-            blocking: Wait for all of them.
-            no_dist: Check only this rank; otherwise all ranks must call this.
-            terminate: Stop the worker afterwards.
+            blocking: Wait for all of them. Default False.
+            no_dist: Check only this rank; otherwise all ranks must call this. Default True.
+            terminate: Stop the worker afterwards. Default False.
 
         Raises:
             AsyncSaveError: A save failed.

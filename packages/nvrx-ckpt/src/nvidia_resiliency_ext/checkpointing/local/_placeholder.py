@@ -14,6 +14,10 @@ def get_default_device_from_type(device_type: str) -> torch.device:
 
     Raises:
         ValueError: Another type of device.
+
+    Example:
+        >>> get_default_device_from_type("cpu")
+        device(type='cpu')
     """
     if device_type == "cpu":
         return torch.device("cpu")

@@ -18,6 +18,15 @@ class TensorAwareStateDict(ABC):
     Subclass it to save a framework's own state with `LocalCheckpointManager`; plain nested
     dicts and lists need no subclass, see `BasicTensorAwareStateDict`. Subclasses may be plain
     classes or dataclasses.
+
+    Example:
+        >>> from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import (
+        ...     BasicTensorAwareStateDict)
+        >>> state = BasicTensorAwareStateDict({"weight": torch.ones(2)})
+        >>> tensors = state.pop_tensors()
+        >>> state.is_hollow
+        True
+        >>> state.insert_tensors(tensors)
     """
 
     @abstractmethod

@@ -15,9 +15,9 @@ class CuptiManager:
     Capture runs from the first `start_profiling` to the matching last `stop_profiling`.
 
     Args:
-        bufferSize: Bytes of one CUPTI buffer.
-        numBuffers: Buffers that are made at the start; more are made when needed.
-        statsMaxLenPerKernel: Samples that are kept for each kernel.
+        bufferSize: Bytes of one CUPTI buffer. Default 1,000,000.
+        numBuffers: Buffers that are made at the start; more are made when needed. Default 8.
+        statsMaxLenPerKernel: Samples that are kept for each kernel. Default 4096.
 
     Raises:
         ImportError: The extension `nvrx_cupti_module` was not built.
@@ -27,6 +27,14 @@ class CuptiManager:
         cupti_ext: The profiler of the extension.
         started_cnt: Starts without a stop.
         is_initialized: Whether CUPTI is claimed.
+
+    Example:
+        >>> manager = CuptiManager()  # doctest: +SKIP
+        >>> manager.initialize()  # doctest: +SKIP
+        >>> manager.start_profiling()  # doctest: +SKIP
+        >>> logits = model(batch)  # doctest: +SKIP
+        >>> manager.stop_profiling()  # doctest: +SKIP
+        >>> kernels = manager.get_results()  # doctest: +SKIP
     """
 
     def __init__(

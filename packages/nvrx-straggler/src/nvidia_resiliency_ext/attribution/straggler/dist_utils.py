@@ -96,6 +96,12 @@ def all_reduce(
 
     Returns:
         The return value of torch's `all_reduce`; None for one rank.
+
+    Example:
+        >>> total = torch.tensor([2.0])
+        >>> all_reduce(total)
+        >>> get_world_size(), total
+        (1, tensor([2.]))
     """
     if get_world_size(group) == 1:
         return None

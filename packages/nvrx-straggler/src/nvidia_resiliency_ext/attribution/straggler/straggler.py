@@ -100,25 +100,30 @@ class Detector:
         Args:
             scores_to_compute: `relative_perf_scores` (against other ranks),
                 `individual_perf_scores` (against this rank's past), a list of them, or `all`.
-            gather_on_rank0: Rank 0 gets one report about all ranks, others get None.
-            profiling_interval: Measure entry n of a section if n is a multiple of this.
+            gather_on_rank0: Rank 0 gets one report about all ranks, others get None. Default True.
+            profiling_interval: Measure entry n of a section if n is a multiple of this. Default 1.
             report_time_interval: Seconds between reports of `generate_report_if_interval_elapsed`.
+                Default 60.
             node_name: Name of this node in reports; default: the host name.
             process_group: Ranks that report together; default: all ranks. Reports use this group if
                 it takes CPU tensors, else a gloo group of the detector's own.
-            cuda_profiling: `auto` times GPU kernels if possible, `require` raises an error if it
-                is not possible, `off` does not time them.
+            cuda_profiling: `auto` times GPU kernels if possible, `require` raises an error if it is
+                not possible, `off` does not time them. Default `auto`.
             kernel_filter: Function of a kernel's name that returns whether to compare the kernel;
                 default: all except communication kernels.
             reference: Compare with the `best` rank, the `median`, or a quantile from 0 (best) to 1.
+                Default `best`.
             reference_scope: `all`: compare only kernels and sections that all ranks have;
-                `present`: compare each among the ranks that have it.
-            peer_groups: Sets of ranks that are compared only among themselves.
+                `present`: compare each among the ranks that have it. Default `all`.
+            peer_groups: Sets of ranks that are compared only among themselves. Default: all are
+                compared.
             min_samples: Kernels and sections with fewer samples in a window are not compared.
+                Default 1.
             best_decay: Fraction by which the individual best time is raised before each report.
+                Default 0.
             exchange_timeout: Seconds after which a report that waits for other ranks is skipped, at
-                most a day. The missing ranks are then looked up, for at most 3 s.
-            control: Let `nvrx-straggler` control the job through a socket of rank 0.
+                most a day. The missing ranks are then looked up, for at most 3 s. Default 60.
+            control: Let `nvrx-straggler` control the job through a socket of rank 0. Default True.
 
         Raises:
             AlreadyInitializedError: Already initialised (an `AssertionError` and a `RuntimeError`).
@@ -190,7 +195,7 @@ class Detector:
 
         Args:
             name: The section; default: the source line of the call, `file:line`.
-            profile_cuda: Also time GPU kernels, if possible.
+            profile_cuda: Also time GPU kernels, if possible. Default True.
 
         Raises:
             NotInitializedError: `initialize` was not called (a `RuntimeError`).
@@ -226,7 +231,7 @@ class Detector:
         Args:
             callable_ids: Attributes of objects, classes or modules; already wrapped ones do not
                 change. If one cannot be wrapped, none is.
-            profile_cuda: Also time GPU kernels, if possible.
+            profile_cuda: Also time GPU kernels, if possible. Default True.
 
         Raises:
             NotInitializedError: `initialize` was not called.

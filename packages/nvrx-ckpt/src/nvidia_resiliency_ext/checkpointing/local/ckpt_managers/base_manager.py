@@ -324,7 +324,7 @@ class BaseCheckpointManager(ABC):
             state_dict: The state; the manager takes it over.
             iteration: Training iteration; larger than the one that was saved or found before.
             is_async: Return a request for an `AsyncCallsQueue` instead of writing now. Its tensors
-                are copied when it is scheduled.
+                are copied when it is scheduled. Default False.
 
         Returns:
             None, or the request.

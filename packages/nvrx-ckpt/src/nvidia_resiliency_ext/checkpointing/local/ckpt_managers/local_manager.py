@@ -62,16 +62,17 @@ class LocalCheckpointManager(BaseCheckpointManager):
         root_local_ckpt_dir: Directory of all sessions, on a RAM disk or NVMe; created on demand.
         session_id: Checkpoints of other sessions are ignored.
         repl_strategy: Which ranks keep copies of which checkpoints; None for no copies.
-        keep_last: Number of complete iterations to keep.
+        keep_last: Number of complete iterations to keep. Default 1.
         load_policy: "auto" loads any class of state, from files and directories that only this
             user can write to; "strict" loads only `BasicTensorAwareStateDict`, which runs no code.
         peer_timeout_s: Seconds without a message after which a rank that keeps copies is lost.
-            While its disk makes a copy durable, it sends a message every quarter of this time;
-            it is then lost after ten times this value.
+            While its disk makes a copy durable, it sends a message every quarter of this time; it
+            is then lost after ten times this value. Default 30.
         verify_on_load: Verify checksums at every load. Default
             `NVRX_CKPT_VERIFY_ON_LOAD` (0 or 1), else yes.
         allow_same_machine: Allow copies on the machine of their original, although both are then
-            lost together. Otherwise such a save raises `SameMachineReplicationException`.
+            lost together. Otherwise such a save raises `SameMachineReplicationException`. Default
+            True.
 
     Raises:
         ConfigError: A value is not allowed.

@@ -74,6 +74,7 @@ def parse_group_sequence(
         strict: Insist on a world that divides into such groups. Otherwise blocks of
             `replication_jump * replication_factor` ranks are taken from the start; the rest forms
             groups in the same way with fewer members, and what is then alone joins the last group.
+            Default True.
 
     Raises:
         AssertionError: A number is not positive, or, when strict, the world does not divide.

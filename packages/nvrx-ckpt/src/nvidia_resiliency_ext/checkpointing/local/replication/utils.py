@@ -17,6 +17,10 @@ def zip_strict(*args: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
 
     Raises:
         AssertionError: The lengths differ; the message names all of them.
+
+    Example:
+        >>> list(zip_strict([1, 2], "ab"))
+        [(1, 'a'), (2, 'b')]
     """
     lengths = [len(arg) for arg in args]
     if len(set(lengths)) > 1:
