@@ -74,10 +74,7 @@ class ControlPlane:
         self._stack.close()
 
     def run(self) -> int:
-        """Serve until the job is over or a signal comes, and return the exit code.
-
-        Raises NvrxError: the job cannot be served.
-        """
+        """Serve to the job's end or a signal; return the exit code. Raises NvrxError: it cannot."""
         thread = self._thread
         assert thread is not None
         while not self._is_stopped:
