@@ -87,7 +87,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
 
     Args:
         local_group: The group of this rank.
-        target_device: Device of received tensors.
+        target_device: Device of received tensors. Default: the CPU.
     """
 
     def __init__(
@@ -116,8 +116,9 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             replication_jump: Distance between the ranks that keep each other's states; it should be
                 the number of ranks per node, so that copies lie on other nodes. By default the
                 number of CUDA devices, else `LOCAL_WORLD_SIZE`, else 1.
-            replication_factor: Number of ranks that have a state, including its owner.
-            strict: Require a divisible world size; see `parse_group_sequence`.
+            replication_factor: Number of ranks that have a state, including its owner, at least 1.
+                Default 2.
+            strict: Require a divisible world size; see `parse_group_sequence`. Default True.
 
         Raises:
             AssertionError: The world does not divide into such groups.
@@ -252,8 +253,10 @@ class LazyCliqueReplicationStrategy(LazyReplicationStrategyBuilder[CliqueReplica
     """`CliqueReplicationStrategy.from_replication_params`, called on first use.
 
     Args:
-        replication_jump: Distance between ranks that keep each other's states.
-        replication_factor: How many ranks have a state.
+        replication_jump: Distance between ranks that keep each other's states, at least 1. Default
+            None: the number of CUDA devices, else `LOCAL_WORLD_SIZE`, else 1.
+        replication_factor: Number of ranks that have a state, including its owner, at least 1.
+            Default 2.
     """
 
     def __init__(self, replication_jump: int | None = None, replication_factor: int = 2) -> None:
