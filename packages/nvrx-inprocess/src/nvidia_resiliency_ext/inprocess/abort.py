@@ -169,7 +169,7 @@ class AbortTorchDistributed(Abort):
             `iter_<iteration>/_dump_<rank>.json`; default: `NVRX_FR_TRACE_PATH`, else none. It is
             saved only if the recorder has a buffer (`TORCH_FR_BUFFER_SIZE` or
             `TORCH_NCCL_TRACE_BUFFER_SIZE`). A torch without a recorder is logged once.
-        timeout: Longest total time.
+        timeout: Longest total time, a `timedelta` of at least 0; default: 10 s.
 
     Raises:
         TypeError: An argument has another type.

@@ -49,7 +49,7 @@ class CudaHealthCheck(HealthCheck):
     """Check that the rank's CUDA device still answers; pass if the process does not use CUDA.
 
     Args:
-        timeout: How long both synchronisations together may take.
+        timeout: Longest time of both synchronisations, a `timedelta` of at least 0; default: 30 s.
 
     Raises:
         TypeError: The timeout is not a `timedelta`.

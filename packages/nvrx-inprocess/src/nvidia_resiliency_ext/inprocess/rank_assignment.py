@@ -198,7 +198,7 @@ class FilterCountGroupedByKey(RankFilter):
     Args:
         key_or_fn: The key of the group, or a function of the rank's `State` that returns it.
         condition: Called with the number of surviving ranks of a group; the group stays if true.
-        timeout: How long ranks wait for each other.
+        timeout: How long ranks wait for each other, a `timedelta` of at least 0; default: 60 s.
 
     Raises:
         TypeError: An argument has another type.

@@ -78,11 +78,11 @@ class TCPStore(StoreMixin, TorchTCPStore):
         host_name: The host of the store; `MASTER_ADDR` by default.
         port: Its port; `MASTER_PORT` by default.
         world_size: How many processes will connect; `WORLD_SIZE` by default.
-        timeout: How long connecting, and waiting for a key, may take; 300 s by default.
+        timeout: Longest time to connect, or to wait for a key, a `timedelta`; default: 300 s.
         wait_for_workers: Whether the host waits until all have connected. Default True.
         multi_tenant: Whether several stores of this process share one server. Default False.
-        use_libuv: Which of torch's servers to use; before torch 2.8 always the one without libuv,
-            because only that one can listen at a single address.
+        use_libuv: Use torch's server with libuv. Default True; before torch 2.8 always the one
+            without libuv, because only that one can listen at a single address.
 
     Raises:
         ConfigError: An argument is neither given nor usable in the environment.
@@ -134,7 +134,7 @@ class TCPStore(StoreMixin, TorchTCPStore):
 
         Args:
             endpoint: Host and port of the store.
-            timeout: Longest wait of the store's methods.
+            timeout: Longest wait of the store's methods, a `timedelta`; default: 300 s.
             use_libuv: As torch's `TCPStore`. Default True.
 
         Raises:
@@ -206,7 +206,7 @@ class FileStore(StoreMixin, TorchFileStore):
     Args:
         path: The file.
         world_size: How many processes use it; negative if that is not known.
-        timeout: How long waiting for a key may take.
+        timeout: Longest time to wait for a key, a `timedelta`; default: 300 s.
     """
 
     def __init__(

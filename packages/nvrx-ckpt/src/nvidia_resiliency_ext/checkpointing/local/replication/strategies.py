@@ -116,7 +116,8 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             replication_jump: Distance between the ranks that keep each other's states; it should be
                 the number of ranks per node, so that copies lie on other nodes. By default the
                 number of CUDA devices, else `LOCAL_WORLD_SIZE`, else 1.
-            replication_factor: Number of ranks that have a state, including its owner. Default 2.
+            replication_factor: Number of ranks that have a state, including its owner, at least 1.
+                Default 2.
             strict: Require a divisible world size; see `parse_group_sequence`. Default True.
 
         Raises:
@@ -252,8 +253,10 @@ class LazyCliqueReplicationStrategy(LazyReplicationStrategyBuilder[CliqueReplica
     """`CliqueReplicationStrategy.from_replication_params`, called on first use.
 
     Args:
-        replication_jump: Distance between ranks that keep each other's states; default: as there.
-        replication_factor: How many ranks have a state. Default 2.
+        replication_jump: Distance between ranks that keep each other's states, at least 1. Default
+            None: the number of CUDA devices, else `LOCAL_WORLD_SIZE`, else 1.
+        replication_factor: Number of ranks that have a state, including its owner, at least 1.
+            Default 2.
 
     Example:
         >>> strategy = LazyCliqueReplicationStrategy(replication_jump=8, replication_factor=2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public path of device helpers; see `local._placeholder`."""
+"""Describe tensors without their data, and find devices by their type."""
 
 from nvidia_resiliency_ext.checkpointing.local._placeholder import (
     TensorPlaceholder,
