@@ -2,6 +2,7 @@
 """`tools/dev.py`: which tasks a command stands for, and its command line."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -217,3 +218,42 @@ def test_a_file_that_cannot_be_imported_is_red(
     assert code != 0
     assert any(line.startswith("failed, no second try: packages/test_1.py") for line in lines)
     assert not lines[-1].startswith("0 passed")
+
+
+@pytest.mark.parametrize(
+    ("passed_alone", "word"), [(True, "passed alone, second"), (False, "failed, ")]
+)
+def test_the_stage_alone_reaches_the_closing_list(
+    dev: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    passed_alone: bool,
+    word: str,
+) -> None:
+    """Its second tries, made in its own environment, are listed last, with the first failures."""
+    test = "alone: packages/nvrx-a/tests/test_a.py::test_race"
+
+    def hatch_run(task: tuple[str, ...], _env: dict[str, str]) -> int:
+        (target,) = (Path(arg.partition("=")[2]) for arg in task if arg.startswith("--outcomes="))
+        failure = {"id": test, "again": True, "passed_alone": passed_alone, "text": "lost the race"}
+        target.write_text(json.dumps({"passed": 3, "skipped": 0, "failed": [failure]}))
+        return 0 if passed_alone else dev.TESTS_FAILED
+
+    monkeypatch.setattr(dev, "hatch_run", hatch_run)
+    stages = dev.TestStages(tmp_path / "failures", {})
+    assert stages.run(("alone",)) == (0 if passed_alone else dev.TESTS_FAILED)
+    assert stages.close() == passed_alone
+    listed, total = capsys.readouterr().out.splitlines()
+    assert listed.startswith(word), listed
+    assert test in listed
+    kept = Path(listed.split("first: " if passed_alone else " (")[-1].rstrip(")"))
+    assert kept.read_text() == "lost the race"
+    assert total == (
+        "4 passed, 0 failed, 0 skipped" if passed_alone else "3 passed, 1 failed, 0 skipped"
+    )
+
+
+def test_what_is_not_covered_is_named(dev: ModuleType) -> None:
+    """Jobs of the pipeline that `ci` leaves out are named with their commands."""
+    assert any("test --hostile" in line for line in dev.not_covered())

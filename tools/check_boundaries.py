@@ -254,7 +254,7 @@ def check_layers(root: Path, dist: Distribution, imports: dict[str, list[Import]
         graph[module] = set()
         own = layer_of(module, dist.layers)
         if dist.layers and own == len(dist.layers) and path.name != "__init__.py":
-            yield f"{path.relative_to(root)}: is in no layer of {dist.name}; list its place"
+            yield f"{path.relative_to(root)}: is in no layer of {dist.name}; add it to the list"
         for item in imports[module]:
             found = owner(item.target, owners)
             if found is None or found[0] == module:
