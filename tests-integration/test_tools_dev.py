@@ -101,7 +101,7 @@ exec {python} -m pytest $options "$@"
 """
 
 TESTS = """
-import leftovers, os, pathlib, pytest
+import leftovers, os, pathlib, pytest, results
 
 def first_time(name):
     mark = pathlib.Path(__file__).parent / name
@@ -131,6 +131,20 @@ def test_defect():
 @pytest.mark.no_second_try
 def test_weights():
     assert not first_time("weights"), "the weights differ"
+
+def test_result():
+    assert True
+    with results.no_second_try():
+        assert not first_time("result"), "lines are lost"
+
+@results.no_second_try()
+def assert_same(left, right):
+    assert left == right
+
+@pytest.mark.parametrize("fails", ["waiting", "comparing"])
+def test_waits_and_compares(fails):
+    assert fails != "waiting" or not first_time(fails), "it did not happen"
+    assert_same(fails == "comparing" and first_time(fails), False)
 
 _guard = leftovers.guard(leftovers.children, grace_s=0.1)
 
@@ -195,18 +209,24 @@ def test_a_lost_race_does_not_make_the_run_red(
 def test_what_fails_twice_or_may_not_be_tried_again_is_red(
     run_tests: Callable[..., tuple[int, list[str]]],
 ) -> None:
-    """A defect, a wrong result, a process left behind, a dead worker: each is named, and red."""
+    """A defect, a wrong result, a process left behind, a dead worker: each is named, and red.
+
+    A test that compares a result is tried again if it failed before that.
+    """
     code, lines = run_tests(TESTS + DEFECTS)
     assert code == 1
     found = {line.split(" (")[0] for line in lines if line.startswith(("failed, ", "passed alone"))}
     assert found == {
         "failed, twice: packages/test_0.py::test_defect",
         "failed, no second try: packages/test_0.py::test_weights",
+        "failed, no second try: packages/test_0.py::test_result",
+        "failed, no second try: packages/test_0.py::test_waits_and_compares[comparing]",
+        "passed alone, second try: packages/test_0.py::test_waits_and_compares[waiting]",
         "failed, no second try: packages/test_0.py::test_left_behind",
         "failed, no second try: packages/test_0.py::test_crash",
         "passed alone, second try: packages/test_0.py::test_serial_race",
     }
-    assert lines[-1] == "2 passed, 4 failed, 0 skipped"
+    assert lines[-1] == "3 passed, 6 failed, 0 skipped"
 
 
 @pytest.mark.timeout(300)
