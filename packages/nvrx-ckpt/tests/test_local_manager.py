@@ -70,13 +70,14 @@ def test_a_saved_state_is_found_and_loaded(tmp_path):
     """What was saved is loaded bit for bit by a new manager, and tied tensors are still tied."""
     saved(tmp_path / "not" / "yet", 1, 2)
     manager = LocalCheckpointManager(tmp_path / "not" / "yet")
-    assert manager.find_latest() == 2
-    state, ckpt_id = manager.load()
-    assert ckpt_id == (2, 0, "")
-    assert_state(state, 0, 2)
-    found = state.state_dict
-    assert found["tied"].data_ptr() == found["weights"].data_ptr()
-    assert found["view"].data_ptr() == found["weights"][10:].data_ptr()
+    with no_second_try():
+        assert manager.find_latest() == 2
+        state, ckpt_id = manager.load()
+        assert ckpt_id == (2, 0, "")
+        assert_state(state, 0, 2)
+        found = state.state_dict
+        assert found["tied"].data_ptr() == found["weights"].data_ptr()
+        assert found["view"].data_ptr() == found["weights"][10:].data_ptr()
     assert files(tmp_path / "not" / "yet") == ["iter_0000002_0_local.pt"]
 
 
