@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from many_nodes import read_record
+from results import no_second_try
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,6 +70,7 @@ class Layered:
         assert_weights(self.shared, self.job.log()[-6000:])
 
 
+@no_second_try()
 def assert_weights(shared: Path, log: str) -> None:
     """Check that the weights are those of the training in peace."""
     paths = (shared / "peace" / "result.json", shared / "result.json")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tools/check_alone.py` with two small wheels: what a package's tests may and may not see."""
 
+import json
 import os
 import subprocess
 import sys
@@ -47,10 +48,14 @@ def tree(tmp_path: Path) -> Path:
 
 
 def run(tree: Path, test: str, what: str = "nvrx-a") -> tuple[int, str]:
-    """Give nvrx-a this test module, run the tool and return its exit code and output."""
+    """Give nvrx-a this test module, run the tool and return its exit code and output.
+
+    The outcomes are in `outcomes.json` of the tree.
+    """
     (tree / "packages" / "nvrx-a" / "tests" / "test_a.py").write_text(test)
+    options = ["--root", str(tree), "--outcomes", str(tree / "outcomes.json")]
     result = subprocess.run(
-        [sys.executable, str(TOOL), str(tree / "dist"), what, "--root", str(tree)],
+        [sys.executable, str(TOOL), str(tree / "dist"), what, *options],
         env=os.environ | {"NVRX_TEST_WORKERS": "1"},
         capture_output=True,
         text=True,
@@ -90,6 +95,25 @@ def test_failures_are_named(tree: Path) -> None:
     assert "alone: nvrx-a: tests failed" in said
     failed = {line.rpartition("::")[2] for line in said.splitlines() if line.startswith("FAILED ")}
     assert {name.split()[0] for name in failed} == {"test_fails", "test_warns", "test_b"}, said
+
+
+def test_a_race_is_no_failure_and_its_first_failure_is_kept(tree: Path) -> None:
+    """What fails once and passes alone is told with its output, for the list of `tools/dev.py`."""
+    first = "import pathlib\nmark = pathlib.Path(__file__).with_name('ran')\n"
+    race = "def test_race():\n    ran = mark.exists()\n    mark.touch()\n    assert ran, 'lost'\n"
+    code, said = run(tree, first + race + "def test_good(): pass\n")
+    assert code == 0, said
+    assert "slowest 10 durations" in said
+    outcomes = json.loads((tree / "outcomes.json").read_text())
+    (failure,) = outcomes["failed"]
+    assert failure["id"] == "alone: packages/nvrx-a/tests/test_a.py::test_race"
+    assert failure["passed_alone"]
+    assert "lost" in failure["text"]
+    assert outcomes["passed"] == 1
+    code, said = run(tree, first + race + "def test_bad(): assert not mark.exists()\n")
+    assert code == 1
+    ended = json.loads((tree / "outcomes.json").read_text())["failed"]
+    assert [failure["passed_alone"] for failure in ended] == [False], said
 
 
 def test_a_package_without_tests_fails(tree: Path) -> None:

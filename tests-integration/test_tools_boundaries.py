@@ -146,16 +146,18 @@ def test_empty_tree_is_no_success(tmp_path: Path) -> None:
         ("a/_low/x.py", "from ..other import y", "imports nvidia_resiliency_ext.a.other, a layer"),
         ("a/_low/x.py", "def f():\n    from .._high import z", "a layer above it"),
         ("a/_high/z.py", "from . import w", ""),
+        ("a/new.py", "", "a/new.py: is in no layer of nvrx-a"),
+        ("a/_new/n.py", "", "a/_new/n.py: is in no layer of nvrx-a"),
     ],
 )
 def test_folders_import_downward(tree: Path, file: str, text: str, named: str) -> None:
-    """An import of a higher layer, inside a function too, or of an unlisted module is a problem."""
+    """An import of a higher layer, inside a function too, or a module in no layer is a problem."""
     files = {"a/_low/__init__.py": "", "a/_high/__init__.py": "", "a/_high/w.py": ""}
     files["a/_high/w.py"] = "from .._low import x\n"
     files["a/_low/x.py"] = ""
-    layers = "[tool.nvrx]\nlayers = ['a._low', 'a._high']"
+    files[file] = text + "\n"
+    layers = "[tool.nvrx]\nlayers = ['a._low', 'a._high', 'a.other']"
     add_package(tree, "nvrx-a", f"dependencies = ['nvrx-common[grpc]', 'pyyaml']\n{layers}", files)
-    (tree / "packages/nvrx-a/src" / NAMESPACE / file).write_text(text + "\n")
     code, said = check(tree)
     assert (code, named in said) == (1 if named else 0, True), said
 

@@ -2,6 +2,7 @@
 """`tools/dev.py`: which tasks a command stands for, and its command line."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -100,7 +101,7 @@ exec {python} -m pytest $options "$@"
 """
 
 TESTS = """
-import leftovers, os, pathlib, pytest
+import leftovers, os, pathlib, pytest, results
 
 def first_time(name):
     mark = pathlib.Path(__file__).parent / name
@@ -130,6 +131,20 @@ def test_defect():
 @pytest.mark.no_second_try
 def test_weights():
     assert not first_time("weights"), "the weights differ"
+
+def test_result():
+    assert True
+    with results.no_second_try():
+        assert not first_time("result"), "lines are lost"
+
+@results.no_second_try()
+def assert_same(left, right):
+    assert left == right
+
+@pytest.mark.parametrize("fails", ["waiting", "comparing"])
+def test_waits_and_compares(fails):
+    assert fails != "waiting" or not first_time(fails), "it did not happen"
+    assert_same(fails == "comparing" and first_time(fails), False)
 
 _guard = leftovers.guard(leftovers.children, grace_s=0.1)
 
@@ -194,18 +209,24 @@ def test_a_lost_race_does_not_make_the_run_red(
 def test_what_fails_twice_or_may_not_be_tried_again_is_red(
     run_tests: Callable[..., tuple[int, list[str]]],
 ) -> None:
-    """A defect, a wrong result, a process left behind, a dead worker: each is named, and red."""
+    """A defect, a wrong result, a process left behind, a dead worker: each is named, and red.
+
+    A test that compares a result is tried again if it failed before that.
+    """
     code, lines = run_tests(TESTS + DEFECTS)
     assert code == 1
     found = {line.split(" (")[0] for line in lines if line.startswith(("failed, ", "passed alone"))}
     assert found == {
         "failed, twice: packages/test_0.py::test_defect",
         "failed, no second try: packages/test_0.py::test_weights",
+        "failed, no second try: packages/test_0.py::test_result",
+        "failed, no second try: packages/test_0.py::test_waits_and_compares[comparing]",
+        "passed alone, second try: packages/test_0.py::test_waits_and_compares[waiting]",
         "failed, no second try: packages/test_0.py::test_left_behind",
         "failed, no second try: packages/test_0.py::test_crash",
         "passed alone, second try: packages/test_0.py::test_serial_race",
     }
-    assert lines[-1] == "2 passed, 4 failed, 0 skipped"
+    assert lines[-1] == "3 passed, 6 failed, 0 skipped"
 
 
 @pytest.mark.timeout(300)
@@ -217,3 +238,42 @@ def test_a_file_that_cannot_be_imported_is_red(
     assert code != 0
     assert any(line.startswith("failed, no second try: packages/test_1.py") for line in lines)
     assert not lines[-1].startswith("0 passed")
+
+
+@pytest.mark.parametrize(
+    ("passed_alone", "word"), [(True, "passed alone, second"), (False, "failed, ")]
+)
+def test_the_stage_alone_reaches_the_closing_list(
+    dev: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    passed_alone: bool,
+    word: str,
+) -> None:
+    """Its second tries, made in its own environment, are listed last, with the first failures."""
+    test = "alone: packages/nvrx-a/tests/test_a.py::test_race"
+
+    def hatch_run(task: tuple[str, ...], _env: dict[str, str]) -> int:
+        (target,) = (Path(arg.partition("=")[2]) for arg in task if arg.startswith("--outcomes="))
+        failure = {"id": test, "again": True, "passed_alone": passed_alone, "text": "lost the race"}
+        target.write_text(json.dumps({"passed": 3, "skipped": 0, "failed": [failure]}))
+        return 0 if passed_alone else dev.TESTS_FAILED
+
+    monkeypatch.setattr(dev, "hatch_run", hatch_run)
+    stages = dev.TestStages(tmp_path / "failures", {})
+    assert stages.run(("alone",)) == (0 if passed_alone else dev.TESTS_FAILED)
+    assert stages.close() == passed_alone
+    listed, total = capsys.readouterr().out.splitlines()
+    assert listed.startswith(word), listed
+    assert test in listed
+    kept = Path(listed.split("first: " if passed_alone else " (")[-1].rstrip(")"))
+    assert kept.read_text() == "lost the race"
+    assert total == (
+        "4 passed, 0 failed, 0 skipped" if passed_alone else "3 passed, 1 failed, 0 skipped"
+    )
+
+
+def test_what_is_not_covered_is_named(dev: ModuleType) -> None:
+    """Jobs of the pipeline that `ci` leaves out are named with their commands."""
+    assert any("test --hostile" in line for line in dev.not_covered())

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from results import counts_at_once
 
 # xdist says so of the test that a worker ran when it died.
 _CRASHED = "???"
@@ -56,6 +57,13 @@ class Outcomes:
         first = {"id": report.nodeid, "again": again, "text": ""}
         noted = self._failed.setdefault(report.nodeid, first)
         noted["text"] += "\n".join([f"{report.nodeid}, {report.when}:", *parts, ""])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """Mark a test whose result is wrong; the report is made after this."""
+    if call.excinfo is not None and counts_at_once(call.excinfo.value):
+        item.add_marker("no_second_try")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,7 +7,8 @@ imported, every program prints its help, and the examples of the packages' READM
 Third-party packages come from the interpreter that runs this, through one ``.pth`` file: a ``.pth``
 in a folder added by another one is not read, so the editable checkouts do not leak in. Tests marked
 serial or slow, and all but the first values of a parametrized test, are left to the ordinary run. A
-few tests that fail are run once more, as there.
+few tests that fail are run once more, as there; ``--outcomes FILE`` tells ``tools/dev.py`` of both
+tries.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import venv
 import zipfile
 from email.parser import Parser
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -34,7 +35,7 @@ else:
     import tomli as tomllib
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 ROOT = Path(__file__).resolve().parent.parent
 PREFIX = "nvrx-"
@@ -188,8 +189,13 @@ def test_together(root: Path, wheels: dict[str, Path]) -> str | None:
     return None
 
 
-def test_alone(root: Path, distribution: str, wheels: dict[str, Path], workers: str) -> str | None:
-    """Install and test one distribution; return what went wrong, or None."""
+def test_alone(
+    root: Path, distribution: str, wheels: dict[str, Path], workers: str, total: dict[str, Any]
+) -> str | None:
+    """Install and test one distribution; return what went wrong, or None.
+
+    `total` holds the outcomes of all distributions, as tests-support/outcomes.py writes them.
+    """
     names = closure(distribution, wheels)
     with environment_with(wheels[item] for item in names) as (python, packages):
         folder = packages.parents[3]
@@ -211,31 +217,55 @@ def test_alone(root: Path, distribution: str, wheels: dict[str, Path], workers: 
         command += [str(tests), "-p", "no:cacheprovider", "-p", "outcomes", "-p", "first_cases"]
         command += [f"--outcomes={outcomes}", "--first-cases", "-m", "not serial and not slow"]
 
-        def run(*args: str) -> int:
-            return subprocess.run(
+        def run(*args: str) -> tuple[int, dict[str, Any]]:
+            outcomes.unlink(missing_ok=True)
+            code = subprocess.run(
                 [*command, *args], cwd=empty, env=env, timeout=TIMEOUT_S, check=False
             ).returncode
+            return code, json.loads(outcomes.read_text()) if outcomes.exists() else no_outcomes()
+
+        def passes_alone(test: str) -> bool:
+            print(f"alone: {distribution}: second try of {test}", flush=True)
+            try:
+                code, found = run("-p", "no:xdist", f"{tests}/{test}")
+            except subprocess.TimeoutExpired:
+                return False
+            return code == 0 and found["passed"] > 0
 
         try:
-            code = run("-n", workers, str(tests))
-            again = tried_again(outcomes) if code == TESTS_FAILED else []
-            if again:
-                print(f"alone: {distribution}: second try of {', '.join(again)}", flush=True)
-                code = run("-p", "no:xdist", *(f"{tests}/{test}" for test in again))
+            code, found = run("-n", workers, "--durations=10", str(tests))
         except subprocess.TimeoutExpired:
             return f"tests did not end within {TIMEOUT_S:.0f} s"
         if code == NO_TESTS_COLLECTED:
             return "has no test that runs alone"
-        return f"tests failed (pytest's exit code {code})" if code else None
+        try_again(found["failed"], passes_alone)
+        add(total, found, distribution)
+        passed = found["failed"] and all(failure["passed_alone"] for failure in found["failed"])
+        if code == 0 or (code == TESTS_FAILED and passed):
+            return None
+        return f"tests failed (pytest's exit code {code})"
 
 
-def tried_again(outcomes: Path) -> list[str]:
-    """Return the tests that a race may have made fail; none if one of all must not be repeated."""
-    if not outcomes.exists():
-        return []
-    failed = json.loads(outcomes.read_text())["failed"]
-    may = len(failed) <= SECOND_TRIES and all(failure["again"] for failure in failed)
-    return [failure["id"] for failure in failed] if may else []
+def no_outcomes() -> dict[str, Any]:
+    """Return what tests-support/outcomes.py writes of no test; a run that is cut short has none."""
+    return {"passed": 0, "skipped": 0, "failed": []}
+
+
+def try_again(failed: list[dict[str, Any]], passes_alone: Callable[[str], bool]) -> None:
+    """Run once more what a race may have made fail, and note in each failure how that ended."""
+    tried = [failure for failure in failed if failure["again"]]
+    for failure in failed:
+        failure["again"] = failure in tried and len(tried) <= SECOND_TRIES
+        failure["passed_alone"] = failure["again"] and passes_alone(failure["id"])
+
+
+def add(total: dict[str, Any], found: dict[str, Any], distribution: str) -> None:
+    """Add the outcomes of a distribution to those of all, with names that say where they are."""
+    total["passed"] += found["passed"]
+    total["skipped"] += found["skipped"]
+    for failure in found["failed"]:
+        name = f"alone: packages/{distribution}/tests/{failure['id']}"
+        total["failed"].append({**failure, "id": name})
 
 
 def main() -> int:
@@ -248,6 +278,7 @@ def main() -> int:
         help=f"or the word {TOGETHER}; default: every one that has a wheel, and {TOGETHER}",
     )
     parser.add_argument("--root", type=Path, default=ROOT)
+    parser.add_argument("--outcomes", type=Path, help="write which tests failed, and how, as JSON")
     options = parser.parse_args()
     wheels = wheels_in(options.wheels)
     if not wheels:
@@ -255,11 +286,11 @@ def main() -> int:
     wanted = options.distributions or [*sorted(wheels), TOGETHER]
     names = [name for name in wanted if name != TOGETHER]
     failed = []
+    total = no_outcomes()
     for name in names:
         started = time.monotonic()
-        problem = test_alone(
-            options.root.resolve(), name, wheels, os.environ.get("NVRX_TEST_WORKERS", "4")
-        )
+        workers = os.environ.get("NVRX_TEST_WORKERS", "4")
+        problem = test_alone(options.root.resolve(), name, wheels, workers, total)
         result = problem or "ok"
         print(f"alone: {name}: {result} ({time.monotonic() - started:.1f} s)", flush=True)
         if problem is not None:
@@ -272,6 +303,8 @@ def main() -> int:
         seconds = time.monotonic() - started
         print(f"{TOGETHER}: {problem or 'all wheels work together'} ({seconds:.1f} s)", flush=True)
         failed += [TOGETHER] if problem else []
+    if options.outcomes is not None:
+        options.outcomes.write_text(json.dumps(total))
     return 1 if failed else 0
 
 

@@ -9,9 +9,10 @@ one file in two distributions, or a second root ``__init__.py``; nvrx-common imp
 brings along (torch, for nvrx-common); they may be imported inside functions.
 
 ``[tool.nvrx] layers`` lists the folders and modules of a package, lowest first, without the name of
-the namespace. A module may import what stands before it; a module that is not listed may import
-all, and no listed one may import it. No two files may import each other in a circle, whatever the
-layers. Imports inside functions count, those for type checkers only do not.
+the namespace. A module may import what stands before it. Each module must be in a layer; only an
+``__init__.py`` may be left out, which then may import all, and no listed one may import it. No two
+files may import each other in a circle, whatever the layers. Imports inside functions count, those
+for type checkers only do not.
 """
 
 from __future__ import annotations
@@ -252,6 +253,8 @@ def check_layers(root: Path, dist: Distribution, imports: dict[str, list[Import]
     for module, path in dist.modules.items():
         graph[module] = set()
         own = layer_of(module, dist.layers)
+        if dist.layers and own == len(dist.layers) and path.name != "__init__.py":
+            yield f"{path.relative_to(root)}: is in no layer of {dist.name}; add it to the list"
         for item in imports[module]:
             found = owner(item.target, owners)
             if found is None or found[0] == module:

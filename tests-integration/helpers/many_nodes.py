@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fault_jobs import DEADLINE_S, GONE_WITHIN_S, LAUNCHER, MARK, command_of, wait_until
+from results import no_second_try
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -324,6 +325,7 @@ class NodesJob:
 
     # --- what must hold in the end -------------------------------------------------------------
 
+    @no_second_try()
     def assert_counted(self, steps: int | None = None) -> None:
         """Check that counting ranks have the result of an undisturbed run.
 
@@ -333,6 +335,7 @@ class NodesJob:
         assert self.result()["step"] == steps, self.tails()
         assert self.result()["weights_sha256"] == counted(steps), self.tails()
 
+    @no_second_try()
     def assert_fenced(self) -> None:
         """Check that never two groups of ranks were at work at once."""
         found = overlaps(self.record())

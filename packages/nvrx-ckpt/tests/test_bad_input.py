@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dcp_saves import assert_same, load_like, request_for, state_of
+from dcp_saves import assert_same, assert_whole, load_like, request_for, state_of
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nvidia_resiliency_ext.checkpointing import (
@@ -71,7 +71,7 @@ def test_value_that_cannot_be_pickled_is_named(save, tmp_path):
     assert str(target) in str(caught.value)
     if save is dcp_save:
         assert_same(state_of(1), load_like(state_of(0), target))
-        assert verify_checkpoint(target).whole
+        assert_whole(target)
     else:
         assert torch.load(target)["step"] == 1
 
@@ -134,7 +134,7 @@ def test_disk_that_fails_is_an_error_and_no_checkpoint(io_mode, queue, failing_d
     with pytest.raises(AsyncSaveError, match=r"2/__0_0\.distcp': \[Errno (5|28)\]"):
         queue.maybe_finalize_async_calls(blocking=True)
     assert not (failing_disk / "2" / ".metadata").exists()
-    assert verify_checkpoint(failing_disk / "1").whole
+    assert_whole(failing_disk / "1")
 
 
 def test_manifest_is_tried_again_like_the_data(tmp_path):
@@ -149,7 +149,7 @@ def test_manifest_is_tried_again_like_the_data(tmp_path):
         time.sleep(0.01)
     obstacle.rmdir()
     assert queue.maybe_finalize_async_calls(blocking=True) == [0]
-    assert verify_checkpoint(tmp_path / "c").whole
+    assert_whole(tmp_path / "c")
     queue.close()
 
 

@@ -15,7 +15,7 @@ import no_threads
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dcp_saves import assert_same, load_like, request_for, state_of
+from dcp_saves import assert_same, assert_whole, load_like, request_for, state_of
 
 from nvidia_resiliency_ext.checkpointing import _image
 from nvidia_resiliency_ext.checkpointing._verify import verify_checkpoint
@@ -48,7 +48,7 @@ def test_changes_after_scheduling_never_reach_the_file(persistent, tmp_path):
     queue.close()
     for step in range(3):
         assert_same(state_of(step), load_like(state_of(0), tmp_path / str(step)))
-        assert verify_checkpoint(tmp_path / str(step)).whole
+        assert_whole(tmp_path / str(step))
 
 
 def test_files_are_those_of_stock_dcp(queue, tmp_path):
@@ -92,7 +92,7 @@ def test_several_files_and_a_hint(queue, tmp_path):
     data = sorted(name for name in os.listdir(tmp_path / "c") if name.endswith(".distcp"))
     assert data == ["__0_0.distcp", "__0_1.distcp", "opt.__0_2.distcp", "opt.__0_3.distcp"]
     assert_same(state, load_like(state, tmp_path / "c"))
-    assert verify_checkpoint(tmp_path / "c").whole
+    assert_whole(tmp_path / "c")
 
 
 def test_tensors_that_move_between_saves_are_never_stale(queue, tmp_path):
@@ -128,7 +128,7 @@ def test_overwriting_never_mixes_old_and_new(queue, tmp_path):
         queue.schedule_async_request(request_for(state_of(value), tmp_path))
         queue.maybe_finalize_async_calls(blocking=True)
     assert_same(state_of(2), load_like(state_of(2), tmp_path))
-    assert verify_checkpoint(tmp_path).whole
+    assert_whole(tmp_path)
 
 
 def test_old_metadata_goes_before_new_data_comes(queue, tmp_path, monkeypatch):
@@ -165,7 +165,7 @@ def test_each_flipped_bit_is_found(queue, tmp_path):
         path.unlink()
         assert not verify_checkpoint(tmp_path).whole or name == ".nvrx_manifest.json"
         path.write_bytes(data)
-    assert verify_checkpoint(tmp_path).whole
+    assert_whole(tmp_path)
     assert named > 10
 
 
@@ -190,7 +190,7 @@ def test_save_without_a_queue(tmp_path):
     """A request can be carried out at once, without a process group."""
     request_for(state_of(5), tmp_path).execute_sync()
     assert_same(state_of(5), load_like(state_of(5), tmp_path))
-    assert verify_checkpoint(tmp_path).whole
+    assert_whole(tmp_path)
 
 
 def test_failing_opener_is_dcps_exception(queue, tmp_path):
@@ -277,7 +277,7 @@ def test_metadata_is_not_written_by_the_training_thread(queue, tmp_path, monkeyp
     go.set()
     assert queue.maybe_finalize_async_calls(blocking=True) == [0]
     assert threading.main_thread() not in threads
-    assert verify_checkpoint(tmp_path / "saved").whole
+    assert_whole(tmp_path / "saved")
 
 
 def test_metadata_is_written_where_no_thread_can_start(queue, tmp_path, monkeypatch):
@@ -286,7 +286,7 @@ def test_metadata_is_written_where_no_thread_can_start(queue, tmp_path, monkeypa
     with monkeypatch.context() as patch:
         no_threads.refuse(patch, "nvrx-save")
         assert queue.maybe_finalize_async_calls(blocking=True) == [0]
-    assert verify_checkpoint(tmp_path).whole
+    assert_whole(tmp_path)
     assert_same(state_of(1), load_like(state_of(0), tmp_path))
 
 
@@ -348,7 +348,7 @@ def test_two_queues_and_aborts_do_not_mix(tmp_path):
             assert (folder / ".metadata").exists() == bool(done)
             if done:
                 assert_same(state_of(10 * step + number), load_like(state_of(0), folder))
-                assert verify_checkpoint(folder).whole
+                assert_whole(folder)
     for queue in queues:
         queue.close()
 

@@ -5,10 +5,10 @@ import contextlib
 from pathlib import Path
 
 import pytest
-from dcp_saves import run_ranks
+from dcp_saves import assert_whole, run_ranks
 from fork_server import ForkServer
 
-from nvidia_resiliency_ext.checkpointing import read_latest, verify_checkpoint
+from nvidia_resiliency_ext.checkpointing import read_latest
 
 # With what DistributedDataParallel imports at its first use.
 MODULES = ("torch.distributed.checkpoint", "torch._dynamo.utils")
@@ -33,7 +33,7 @@ def test_training_with_dcp_checkpoints(ended):
     """The example keeps the two newest checkpoints and names the last one; it can go on from it."""
     folder, texts = ended
     assert read_latest(folder / "latest") == "00000040"
-    assert verify_checkpoint(folder / "00000040").whole
+    assert_whole(folder / "00000040")
     kept = sorted(path.name for path in folder.iterdir() if path.name.isdigit())
     assert kept == ["00000030", "00000040"]
     for text in texts:

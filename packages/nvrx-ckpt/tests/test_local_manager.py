@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from local_ranks import damage, find_and_load, is_state, save_all, started, state_of
+from local_ranks import assert_state, damage, find_and_load, is_state, save_all, started, state_of
+from results import no_second_try
 
 from nvidia_resiliency_ext.checkpointing._shard import directory as directory_module
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
@@ -69,13 +70,14 @@ def test_a_saved_state_is_found_and_loaded(tmp_path):
     """What was saved is loaded bit for bit by a new manager, and tied tensors are still tied."""
     saved(tmp_path / "not" / "yet", 1, 2)
     manager = LocalCheckpointManager(tmp_path / "not" / "yet")
-    assert manager.find_latest() == 2
-    state, ckpt_id = manager.load()
-    assert ckpt_id == (2, 0, "")
-    assert is_state(state, 0, 2)
-    found = state.state_dict
-    assert found["tied"].data_ptr() == found["weights"].data_ptr()
-    assert found["view"].data_ptr() == found["weights"][10:].data_ptr()
+    with no_second_try():
+        assert manager.find_latest() == 2
+        state, ckpt_id = manager.load()
+        assert ckpt_id == (2, 0, "")
+        assert_state(state, 0, 2)
+        found = state.state_dict
+        assert found["tied"].data_ptr() == found["weights"].data_ptr()
+        assert found["view"].data_ptr() == found["weights"][10:].data_ptr()
     assert files(tmp_path / "not" / "yet") == ["iter_0000002_0_local.pt"]
 
 
@@ -116,7 +118,8 @@ def test_iterations_may_be_numbers_of_numpy_and_torch(tmp_path):
         assert files(tmp_path) == [f"iter_000000{int(number)}_0_local.pt"]
     with pytest.raises(TypeError):
         manager.save(BasicTensorAwareStateDict({}), 3.5)
-    assert find_and_load(0, 1, tmp_path) == (2, 2, True)
+    with no_second_try():
+        assert find_and_load(0, 1, tmp_path) == (2, 2, True)
 
 
 def test_a_shard_is_written_over_the_file_of_one_that_nobody_needs(tmp_path):
@@ -131,7 +134,7 @@ def test_a_shard_is_written_over_the_file_of_one_that_nobody_needs(tmp_path):
         assert files(tmp_path) == [path.name]
         latest = LocalCheckpointManager(tmp_path)
         assert latest.find_latest() == iteration
-        assert is_state(latest.load()[0], 0, iteration, elements)
+        assert_state(latest.load()[0], 0, iteration, elements)
     assert inodes[2:] == inodes[:2]
     assert inodes[0] != inodes[1]
 
@@ -188,7 +191,8 @@ def test_where_no_spare_file_can_be_kept_old_shards_go(tmp_path, caplog):
     saved(tmp_path, 1, 2, 3)
     assert files(tmp_path) == ["iter_0000003_0_local.pt"]
     assert sorted(os.listdir(tmp_path)) == [".spare_0_0", "0"]
-    assert find_and_load(0, 1, tmp_path) == (3, 3, True)
+    with no_second_try():
+        assert find_and_load(0, 1, tmp_path) == (3, 3, True)
     assert "cannot be removed" not in caplog.text
 
 
@@ -201,7 +205,7 @@ def test_older_iterations_are_kept_on_request(tmp_path):
     assert manager.find_latest() == 3
     state, ckpt_id = manager.load()
     assert ckpt_id[0] == 2
-    assert is_state(state, 0, 2)
+    assert_state(state, 0, 2)
 
 
 def test_as_many_iterations_are_kept_as_were_asked_for(tmp_path):
@@ -240,9 +244,11 @@ def test_directories_with_the_names_of_shards_hold_up_one_save_each(tmp_path):
         path = f"{tmp_path}/0/iter_000000{iteration}_0_local.pt"
         with pytest.raises(CheckpointingException, match=f"'{path}': .*Is a directory"):
             manager.save(BasicTensorAwareStateDict(state_of(0, iteration)), iteration)
-        assert find_and_load(0, 1, tmp_path) == (1, 1, True)
+        with no_second_try():
+            assert find_and_load(0, 1, tmp_path) == (1, 1, True)
     save_more(manager, 4, 5)
-    assert find_and_load(0, 1, tmp_path) == (5, 5, True)
+    with no_second_try():
+        assert find_and_load(0, 1, tmp_path) == (5, 5, True)
     manager.close()
 
 
@@ -601,7 +607,7 @@ def test_where_no_thread_can_start_states_are_loaded_and_old_ones_go(tmp_path, m
         assert queue.maybe_finalize_async_calls(blocking=True) == [0]
         assert files(tmp_path) == ["iter_0000002_0_local.pt"]
         assert manager.find_latest() == 2
-        assert is_state(manager.load()[0], 0, 2)
+        assert_state(manager.load()[0], 0, 2)
     queue.close()
 
 
@@ -619,7 +625,7 @@ def test_a_shard_that_could_not_be_loaded_once_can_be_loaded_later(tmp_path, mon
         with pytest.raises(CheckpointingException, match="iteration 1"):
             manager.load()
     assert manager.find_latest() == 1
-    assert is_state(manager.load()[0], 0, 1)
+    assert_state(manager.load()[0], 0, 1)
 
 
 def test_a_directory_that_hangs_does_not_hold_up_the_end(tmp_path, monkeypatch, caplog):
@@ -698,7 +704,7 @@ def test_a_read_only_file_system_fails_the_save_and_nothing_else(mounted):
                 manager.save(BasicTensorAwareStateDict(state_of(0, iteration)), iteration)
             again = LocalCheckpointManager(small)
             assert again.find_latest() == 1
-            assert is_state(again.load()[0], 0, 1)
+            assert_state(again.load()[0], 0, 1)
         else:
             manager.save(BasicTensorAwareStateDict(state_of(0, iteration)), iteration)
     assert files(small) == ["iter_0000003_0_local.pt"]
@@ -713,7 +719,7 @@ def test_a_failing_disk_fails_the_save_and_nothing_else(failing_disk):
     assert "iter_0000002_0_local.pt" in str(caught.value)
     again = LocalCheckpointManager(failing_disk)
     assert again.find_latest() == 1
-    assert is_state(again.load()[0], 0, 1)
+    assert_state(again.load()[0], 0, 1)
 
 
 def test_what_was_just_saved_is_loaded(tmp_path):
@@ -725,7 +731,7 @@ def test_what_was_just_saved_is_loaded(tmp_path):
         assert manager.find_latest() == iteration
         state, ckpt_id = manager.load()
         assert ckpt_id == (iteration, 0, "")
-        assert is_state(state, 0, iteration)
+        assert_state(state, 0, iteration)
 
 
 def test_a_clock_that_jumps_changes_nothing(tmp_path, monkeypatch):
@@ -738,7 +744,7 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path, monkeypatch):
     assert files(tmp_path) == ["iter_0000003_0_local.pt", "iter_0000004_0_local.pt"]
     again = LocalCheckpointManager(tmp_path)
     assert again.find_latest() == 4
-    assert is_state(again.load()[0], 0, 4)
+    assert_state(again.load()[0], 0, 4)
 
 
 @pytest.mark.parametrize("how", ["removed", "renamed"])
@@ -781,4 +787,4 @@ def test_a_directory_that_goes_during_a_save_fails_that_save_only(
     assert files(tmp_path) == ["iter_0000003_0_local.pt"]
     again = LocalCheckpointManager(tmp_path)
     assert again.find_latest() == 3
-    assert is_state(again.load()[0], 0, 3)
+    assert_state(again.load()[0], 0, 3)

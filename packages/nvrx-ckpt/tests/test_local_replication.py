@@ -18,7 +18,15 @@ import no_threads
 import pytest
 import torch
 import torch.distributed as dist
-from local_ranks import damage, find_and_load, is_state, manager, save_all, started, state_of
+from local_ranks import (
+    assert_state,
+    damage,
+    find_and_load,
+    manager,
+    save_all,
+    started,
+    state_of,
+)
 
 from nvidia_resiliency_ext.checkpointing._shard import job as job_module
 from nvidia_resiliency_ext.checkpointing._shard import peer_server, protocol
@@ -161,7 +169,8 @@ def uneven_groups(rank, world):
     states, ids = strategy.replicate(mine, f"id{rank}")
     assert mine.is_hollow
     assert ids == [f"id{member}" for member in group.ranks]
-    assert all(is_state(state, r, 7) for r, state in zip(group.ranks, states, strict=True))
+    for r, state in zip(group.ranks, states, strict=True):
+        assert_state(state, r, 7)
     # Rank 1 has lost its own; rank 3 never had another.
     available = {r: ids if r != 1 else ["id0"] for r in group.ranks}
     wanted = [f"id{rank}"]
@@ -169,7 +178,7 @@ def uneven_groups(rank, world):
     mapped = dict(zip(ids, states, strict=True))
     supplied = {id_: mapped[id_] for id_ in plan.required_ids()}
     received = strategy.retrieve_execute(plan, supplied)
-    assert is_state(received[f"id{rank}"], rank, 7)
+    assert_state(received[f"id{rank}"], rank, 7)
     try:
         strategy.retrieve_plan({}, wanted)
     except NoReplicasAvailableError:

@@ -9,11 +9,10 @@ import subprocess
 import time
 
 import pytest
-from dcp_saves import assert_same, load_like, request_for, state_of
+from dcp_saves import assert_same, assert_whole, load_like, request_for, state_of
 
 from nvidia_resiliency_ext.checkpointing import _locks
 from nvidia_resiliency_ext.checkpointing._flush import _remove_leftovers
-from nvidia_resiliency_ext.checkpointing._verify import verify_checkpoint
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncSaveError
 from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
 
@@ -64,7 +63,7 @@ def test_hanging_directory_does_not_hold_up_saves(frozen_mount, tmp_path):
     assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1, 2]
     for step, folder in enumerate(folders):
         assert_same(state_of(step), load_like(state_of(0), folder))
-        assert verify_checkpoint(folder).whole
+        assert_whole(folder)
     assert os.listdir(tmp_path / "local") == []
     assert queue.stats().durable_lag_s > 0
     queue.close()

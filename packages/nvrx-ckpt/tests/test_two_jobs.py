@@ -5,9 +5,9 @@ import os
 import time
 
 import pytest
-from dcp_saves import PROGRAMS, assert_same, load_like, request_for, state_of
+from dcp_saves import PROGRAMS, assert_same, assert_whole, load_like, request_for, state_of
 
-from nvidia_resiliency_ext.checkpointing import AsyncSaveError, remove_old, verify_checkpoint
+from nvidia_resiliency_ext.checkpointing import AsyncSaveError, remove_old
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
 from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import (
@@ -68,11 +68,11 @@ def test_a_checkpoint_that_another_job_saves_is_not_touched(queue, fork_server, 
             assert sorted(os.listdir(folder)) == before, stage
             go.touch()
             assert go_on(job) == ("written" if stage == "writing" else "finalised")
-        assert verify_checkpoint(folder).whole
+        assert_whole(folder)
         assert_same(state_of(1), load_like(state_of(0), folder))
         save(queue, 2, folder)
     assert_same(state_of(2), load_like(state_of(0), folder))
-    assert verify_checkpoint(folder).whole
+    assert_whole(folder)
 
 
 def test_the_job_after_a_killed_one_saves_to_its_directory(queue, fork_server, tmp_path):
@@ -99,7 +99,7 @@ def test_saves_of_one_job_to_one_directory_follow_each_other(queue, tmp_path):
     assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
     assert queue.maybe_finalize_async_calls(blocking=True) == []
     assert_same(state_of(2), load_like(state_of(0), folder))
-    assert verify_checkpoint(folder).whole
+    assert_whole(folder)
 
 
 def job_of(folder):

@@ -16,6 +16,7 @@ import grpc
 import ports
 import pytest
 from funnel_peer import FunnelPeer
+from results import no_second_try
 
 from nvidia_resiliency_ext.shared_utils._funnel.client import limits
 from nvidia_resiliency_ext.shared_utils._funnel.client.send_buffer import SendBuffer
@@ -465,8 +466,9 @@ def test_drop_oldest_never_waits(
         else:
             numbers.append(int(line[:8]))
     assert dropped == target.stats.lines_dropped > 10_000
-    assert len(numbers) + dropped == 20_000
-    assert numbers == sorted(set(numbers))
+    with no_second_try():
+        assert len(numbers) + dropped == 20_000
+        assert numbers == sorted(set(numbers))
     assert numbers[-3000:] == list(range(17_000, 20_000))
 
 
@@ -481,7 +483,8 @@ def test_long_lines(
     target.write(b"\n")
     assert target.close(30.0)
     content = (tmp_path / "a.log").read_bytes()
-    assert (content.count(b"a"), content.count(b"b")) == (3 * MIB + 5, 2_500_000)
+    with no_second_try():
+        assert (content.count(b"a"), content.count(b"b")) == (3 * MIB + 5, 2_500_000)
     assert max(map(len, content.splitlines())) <= MIB
     assert b"\nshort\n" in content
 
@@ -504,8 +507,9 @@ def test_storm(
     for target in targets:
         assert target.close(30.0)
     assert again.calls <= 3 * len(targets)
-    for number in range(20):
-        assert (tmp_path / str(number)).read_bytes() == b"before\nwhile away\n"
+    with no_second_try():
+        for number in range(20):
+            assert (tmp_path / str(number)).read_bytes() == b"before\nwhile away\n"
 
 
 def test_left_behind_at_close(
@@ -539,7 +543,8 @@ def test_left_behind_at_close(
     again.write(b"new\n")
     assert again.close(20.0)
     expected = [b"arrived", *(b"%d" % number for number in range(1000)), b"part", b"new"]
-    assert log.read_bytes().splitlines() == expected
+    with no_second_try():
+        assert log.read_bytes().splitlines() == expected
     assert not (tmp_path / "spill").exists()
 
 

@@ -9,6 +9,7 @@ import chaos
 import jobs
 import pytest
 from fork_server import ForkServer
+from results import no_second_try
 
 pytestmark = [pytest.mark.timeout(jobs.DEADLINE_S + 30), pytest.mark.slow]
 
@@ -97,8 +98,9 @@ def test_training_with_restarts_comes_to_the_same(ddp_server: ForkServer, tmp_pa
     assert [end.code for end in ended] == [0, 0, 0], "\n".join(end.text[-3000:] for end in ended)
     for end in ended:
         (restarts, *weights), (more_restarts, *same_weights) = end.results
+        with no_second_try():
+            assert same_weights == weights
         assert (restarts, more_restarts) == (0, 4)
-        assert same_weights == weights
 
 
 def test_who_waits_in_backward_is_kept(ddp_server: ForkServer, tmp_path: Path) -> None:

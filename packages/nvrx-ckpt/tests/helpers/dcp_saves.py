@@ -9,7 +9,9 @@ import ports
 import ranks_of_node
 import torch
 import torch.distributed.checkpoint as dcp
+from results import no_second_try
 
+from nvidia_resiliency_ext.checkpointing._verify import verify_checkpoint
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest
 from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
 from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import (
@@ -40,6 +42,7 @@ def request_for(state, folder, finalize=(), *, writer=None, group=None, **plan):
     return AsyncRequest(function, args, functions, {}, preload)
 
 
+@no_second_try()
 def load_like(state, folder):
     """Return the checkpoint that stock DCP reads for the keys of a state."""
     into = {
@@ -50,12 +53,20 @@ def load_like(state, folder):
     return into
 
 
+@no_second_try()
 def assert_same(left, right):
     """Compare two flat states bit for bit."""
     assert left.keys() == right.keys()
     for key, value in left.items():
         same = torch.equal(value, right[key]) if torch.is_tensor(value) else value == right[key]
         assert same, key
+
+
+@no_second_try()
+def assert_whole(folder):
+    """Check that every file of a checkpoint is complete and undamaged."""
+    report = verify_checkpoint(folder)
+    assert report.whole, report.problems
 
 
 def run_ranks(fork_server, folder, world, program, *words):

@@ -14,6 +14,7 @@ from pathlib import Path
 import ports
 import torch
 import torch.distributed as dist
+from results import no_second_try
 
 from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import (
@@ -142,6 +143,12 @@ def is_state(found, rank, iteration, elements=1000):
         a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
         for a, b in zip(wanted, tensors, strict=True)
     )
+
+
+@no_second_try()
+def assert_state(found, rank, iteration, elements=1000):
+    """Check that a loaded state is that of a rank and iteration, bit for bit."""
+    assert is_state(found, rank, iteration, elements)
 
 
 def manager(root, repl=False, **options):
