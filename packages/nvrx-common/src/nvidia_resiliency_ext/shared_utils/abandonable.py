@@ -64,10 +64,8 @@ class AbandonableCall(Generic[T]):
         self._values: list[T] = []
         self._errors: list[BaseException] = []
         self._start = time.monotonic()
-        thread_name = name if name.startswith("nvrx-") else f"nvrx-{name}"
-        threading.Thread(
-            target=self._run, args=(function,), name=thread_name[:60], daemon=True
-        ).start()
+        title = (name if name.startswith("nvrx-") else f"nvrx-{name}")[:60]
+        threading.Thread(target=self._run, args=(function,), name=title, daemon=True).start()
 
     def age_s(self) -> float:
         """Return the seconds since the call began."""
@@ -96,6 +94,10 @@ class DeadlineCaller:
     """Runs one call at a time; while one hangs, all later ones fail at once.
 
     So a hung driver costs one thread, however often it is asked.
+
+    Example:
+        >>> DeadlineCaller().run("driver query", lambda: "570.86.10", timeout_s=60.0)
+        '570.86.10'
     """
 
     def __init__(self) -> None:

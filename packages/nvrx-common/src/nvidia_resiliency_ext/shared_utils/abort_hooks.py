@@ -26,6 +26,10 @@ def register_abort_hook(name: str, hook: Callable[[], object]) -> Callable[[], N
         name: Who it belongs to, for messages; the same name again replaces the hook in its place.
         hook: Called without arguments, from any thread, perhaps more than once; it must be quick
             and must not wait for peers that may be dead.
+
+    Example:
+        >>> unregister = register_abort_hook("checkpoint writer", threading.Event().set)
+        >>> unregister()
     """
     with _lock:
         _hooks[name] = hook

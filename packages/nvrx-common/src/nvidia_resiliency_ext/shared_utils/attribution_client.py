@@ -188,6 +188,10 @@ class AttributionService:
         on_verdict: Called with action, log and reason of each verdict, in the client's thread. An
             exception of it is logged, as of the next one.
         on_nodes: Called in the client's thread with nodes that an analysis excludes, log, reason.
+
+    Example:
+        >>> AttributionService("http://head:8000", enforce_stop=True).stop_requested()
+        False
     """
 
     def __init__(  # noqa: PLR0913 - named, and each of them a fact of its own

@@ -20,9 +20,7 @@ __all__ = ["SHELLS", "PrintCompletion", "completion_script"]
 SHELLS: Final = ("bash", "zsh")
 
 # zsh runs completions that are written for bash, once it is told so.
-_FOR_ZSH: Final = (
-    "autoload -U +X compinit && compinit -u\nautoload -U +X bashcompinit && bashcompinit\n"
-)
+_FOR_ZSH = "autoload -U +X compinit && compinit -u\nautoload -U +X bashcompinit && bashcompinit\n"
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
@@ -83,6 +81,10 @@ class PrintCompletion(argparse.Action):
     """Prints what makes a shell complete the parser's command line, and leaves.
 
     Arguments (`option_strings`, `dest`, `more`, `parser`, `values`) are as of `argparse.Action`.
+
+    Example:
+        >>> parser = argparse.ArgumentParser(prog="train")
+        >>> flag = parser.add_argument("--print-completion", action=PrintCompletion)
     """
 
     def __init__(self, option_strings: list[str], dest: str, **more: Any) -> None:

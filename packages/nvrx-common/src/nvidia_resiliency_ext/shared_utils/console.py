@@ -11,7 +11,12 @@ __all__ = ["open_missing_streams", "plain", "write_err", "write_out"]
 
 
 def plain(text: str) -> str:
-    """Return `text` as one line on which no terminal acts: `?` for what is not printable."""
+    r"""Return `text` as one line on which no terminal acts: `?` for what is not printable.
+
+    Example:
+        >>> plain("loss\x1b[31m")
+        'loss?[31m'
+    """
     return "".join(char if char.isprintable() else "?" for char in text)
 
 

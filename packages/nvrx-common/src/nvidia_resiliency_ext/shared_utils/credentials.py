@@ -4,11 +4,13 @@
 A token or a certificate that is replaced while servers and clients run is used from their next call
 on: no restart is needed. While a file is missing or incomplete, its previous content is used.
 
-Example::
-
-    token = TokenFile("/run/secrets/job-token")
-    request.headers["Authorization"] = token.header()                # a client
-    if not token.admits(request.headers.get("Authorization")): ...   # a server
+Example:
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile(buffering=0) as file:
+    ...     written = file.write(b"s3cret")
+    ...     token = TokenFile(file.name)
+    ...     token.admits(token.header())  # a server asks, a client sends the header
+    True
 """
 
 from __future__ import annotations

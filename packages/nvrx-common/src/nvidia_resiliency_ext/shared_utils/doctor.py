@@ -46,7 +46,12 @@ def findings() -> list[Finding]:
 
 
 def package_versions() -> list[Finding]:
-    """Check only the installed packages; fast enough for ``--version``."""
+    """Check only the installed packages; fast enough for ``--version``.
+
+    Example:
+        >>> package_versions()[0].topic
+        'python'
+    """
     return list(package_findings(installed_versions()))
 
 

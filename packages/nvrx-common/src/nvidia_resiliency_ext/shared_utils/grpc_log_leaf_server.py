@@ -36,6 +36,9 @@ def serve(  # noqa: PLR0913 - the signature is given
     Raises:
         ValueError: A setting makes no sense.
         OSError: It cannot listen there, or there is no healthy root.
+
+    Example:
+        >>> serve("::", 50052, "head:50051", allowed_roots=["/var/log"])  # doctest: +SKIP
     """
     from nvidia_resiliency_ext.shared_utils._funnel.server import leaf
     from nvidia_resiliency_ext.shared_utils._funnel.shared import Access
@@ -43,17 +46,16 @@ def serve(  # noqa: PLR0913 - the signature is given
     del max_workers
     if allowed_roots is None:
         raise ValueError("serve() needs allowed_roots")
-    leaf.run(
-        leaf.LeafConfig(
-            host=host,
-            port=port,
-            upstream=upstream,
-            grace_s=graceful_shutdown_timeout,
-            access=Access.for_server(host),
-            allowed_roots=tuple(allowed_roots),
-            max_chunks=max_queue_chunks,
-        )
+    config = leaf.LeafConfig(
+        host=host,
+        port=port,
+        upstream=upstream,
+        grace_s=graceful_shutdown_timeout,
+        access=Access.for_server(host),
+        allowed_roots=tuple(allowed_roots),
+        max_chunks=max_queue_chunks,
     )
+    leaf.run(config)
 
 
 def main(arguments: list[str] | None = None) -> int:

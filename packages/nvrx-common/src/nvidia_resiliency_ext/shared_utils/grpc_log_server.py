@@ -47,6 +47,10 @@ class LogAggregationServicer:
 
     Raises:
         ValueError: `completion_idle_timeout` is negative, or another setting makes no sense.
+
+    Example:
+        >>> servicer = LogAggregationServicer(allowed_roots=["/var/log"])
+        >>> servicer.shutdown()
     """
 
     def __init__(

@@ -21,7 +21,11 @@ def job_id_from_env() -> str | None:
 
 
 def task_id_from_env() -> str | None:
-    """Return the job's number, for an array task `<array>_<task>`; `None` outside of Slurm."""
+    """Return the job's number, for an array task `<array>_<task>`; `None` outside of Slurm.
+
+    Example:
+        >>> name = task_id_from_env() or "local"
+    """
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else job_id_from_env()
 

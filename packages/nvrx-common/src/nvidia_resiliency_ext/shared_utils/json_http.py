@@ -30,6 +30,10 @@ class Endpoint:
         address: Host, or path of the socket.
         port: Port, 0 for a socket.
         prefix: Path in front of the routes.
+
+    Example:
+        >>> parse_endpoint("https://head/api")
+        Endpoint(scheme='https', address='head', port=443, prefix='/api')
     """
 
     scheme: str

@@ -206,6 +206,10 @@ def redact(text: str) -> tuple[str, int]:
     """Return `text` without the secrets that are recognised, and how many there were.
 
     Text or lines that are JSON stay JSON.
+
+    Example:
+        >>> redact("HF_TOKEN=hunter2 lr=0.1")
+        ('HF_TOKEN=[redacted] lr=0.1', 1)
     """
     found = _Redaction()
     if text.startswith(("{", "[")) and (whole := found.document(text)) is not None:

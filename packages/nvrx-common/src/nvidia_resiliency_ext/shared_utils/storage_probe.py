@@ -55,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program on `argv` (None: the process's own) and return its exit code.
 
     The first argument that is no option ends the options, so that a path cannot become one.
+
+    Example:
+        >>> exit_code = main(["--", "/"])
+        {"invalid": [], "missing": [], "unreadable": []}
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     write = False

@@ -53,6 +53,11 @@ class TorchFRTraceCollector(TraceCollector):
         checks: Health checks whose results go into the dump, by name; default: GPU and network
             adapter of the local rank. They are made now, as the adapter's compares with its
             counters of that time.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = TorchFRTraceCollector(folder, checks={}).collect()
     """
 
     def __init__(
@@ -119,10 +124,8 @@ def _default_checks() -> dict[str, Check]:
         from .health_check import GPUHealthCheck, NicHealthCheck
 
         local_rank = int(os.environ.get("LOCAL_RANK") or 0)
-        return {
-            "gpu": GPUHealthCheck(device_index=local_rank),
-            "nic": NicHealthCheck(device_index=local_rank),
-        }
+        gpu = GPUHealthCheck(device_index=local_rank)
+        return {"gpu": gpu, "nic": NicHealthCheck(device_index=local_rank)}
     except Exception as error:  # noqa: BLE001 - evidence comes first
         logger.warning("a trace will have no health checks in it: %s", error)
         return {}

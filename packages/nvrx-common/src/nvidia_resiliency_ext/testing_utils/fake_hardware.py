@@ -23,13 +23,10 @@ _LIBRARY = "libnvidia-ml.so.1"
 _COMPILE_TIMEOUT_S = 60
 _INVALID_ARGUMENT, _NOT_SUPPORTED, _NOT_FOUND = 2, 3, 6
 _FIELDS = {
-    "NVML_FI_DEV_ECC_SBE_VOL_TOTAL": 3,
-    "NVML_FI_DEV_ECC_DBE_VOL_TOTAL": 4,
-    "NVML_FI_DEV_REMAPPED_UNC": 143,
-    "NVML_FI_DEV_REMAPPED_PENDING": 144,
-    "NVML_FI_DEV_REMAPPED_FAILURE": 145,
-    "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION": 230,
-}
+    "NVML_FI_DEV_ECC_SBE_VOL_TOTAL": 3, "NVML_FI_DEV_ECC_DBE_VOL_TOTAL": 4,
+    "NVML_FI_DEV_REMAPPED_UNC": 143, "NVML_FI_DEV_REMAPPED_PENDING": 144,
+    "NVML_FI_DEV_REMAPPED_FAILURE": 145, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION": 230,
+}  # fmt: skip
 
 
 class FakeNodeDaemon:
@@ -169,6 +166,10 @@ class FakeNvml:
         answers: By the keys of ``nvml.c``; may be changed at any time.
         calls: Names of the functions called so far.
         released: Calls of functions with a `hang` key return when this is set.
+
+    Example:
+        >>> FakeNvml({"count": 8}).nvmlDeviceGetCount()
+        8
     """
 
     class NVMLError(Exception):
@@ -242,8 +243,7 @@ def _field(fake: FakeNvml, handle: int, number: int, scope: int) -> SimpleNamesp
     value = fake.answers.get(f"{key}.{scope}", fake.answers.get(key))
     if value is None and not code:
         code = _NOT_SUPPORTED
-    found = SimpleNamespace(ullVal=value)
-    return SimpleNamespace(nvmlReturn=code, valueType=3, value=found)
+    return SimpleNamespace(nvmlReturn=code, valueType=3, value=SimpleNamespace(ullVal=value))
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -322,8 +322,7 @@ class FakeSysfs:
     def add_efa(self, name: str, bridges: Sequence[str], bus_id: str) -> None:
         """Add an Elastic Fabric Adapter: one active port, and counters in `hw_counters` alone."""
         self.add_nic(name, bridges, bus_id)
-        os.unlink(f"{self.root}/class/infiniband/{name}/ports/1/counters/link_downed")
-        os.rmdir(f"{self.root}/class/infiniband/{name}/ports/1/counters")
+        shutil.rmtree(f"{self.root}/class/infiniband/{name}/ports/1/counters")
         for counter in ("rx_bytes", "rx_drops", "rx_pkts", "tx_bytes", "tx_pkts"):
             self.set_counter(name, counter, 0, folder="hw_counters")
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors of in-process restart, by their effect on the rank.
 
-- `RestartError`: an ordinary error; in the function it makes all ranks restart. Subclasses are
-  `HealthCheckError` (a health check failed; after a fault the rank leaves with it), `InternalError`
-  (a part of the wrapper failed) and `TimeoutError` (a part, or a callback, did not end
-  in time).
+- `RestartError` and its subclasses, ordinary errors: in the function they make all ranks restart.
 - `RestartAbort`, a BaseException: the rank leaves the wrapper at once.
 
 `RankDiscarded`, `FaultCounterExceeded` and barrier errors are in the modules that raise them.
+
+Example:
+    >>> issubclass(RestartAbort, Exception)  # `except Exception` does not stop it
+    False
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class RestartAbort(BaseException):
 
 
 class HealthCheckError(RestartError):
-    """A health check found this rank unhealthy; the exception of the check is its cause."""
+    """A health check failed (see the cause); after a fault the rank leaves the wrapper with it."""
 
 
 class InternalError(RestartError):
@@ -34,4 +35,4 @@ class InternalError(RestartError):
 
 
 class TimeoutError(RestartError):  # noqa: A001 - the name that users catch
-    """Something did not end within the time given to it."""
+    """A part of the wrapper, or a callback, did not end within the time given to it."""

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The monitor as one rank sees it, and helpers for processes; the monitor itself is `_monitor`.
 
-One monitor serves all ranks of a node. Nothing here forks: what must run beside a rank is started
-by exec.
+One monitor serves all ranks of a node. Nothing forks: what runs beside a rank is started by exec.
 """
 
 from __future__ import annotations
@@ -30,7 +29,12 @@ _KILL_TIMES = 30
 
 
 def is_process_active(process: psutil.Process) -> bool:
-    """Return whether `process` runs and is more than a zombie."""
+    """Return whether `process` runs and is more than a zombie.
+
+    Example:
+        >>> is_process_active(psutil.Process())
+        True
+    """
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -97,19 +101,15 @@ class MonitorProcess:
     """One rank's use of the monitor.
 
     Args:
-        rank: Initial rank.
-        world_size: Initial number of ranks.
-        soft_timeout: Age of a stamp at which a restart is asked for.
-        hard_timeout: Age of a stamp at which the process is killed.
+        rank, world_size: Initial rank and number of ranks.
+        soft_timeout, hard_timeout: Age of a stamp to ask for a restart, and to kill the process.
         termination_grace_time: From SIGTERM to SIGKILL.
         barrier_timeout: Limit for who waits for the others.
         interval: How often stamps are looked at.
         heartbeat_interval: How often the node's lease is renewed.
         heartbeat_timeout: Age at which a node counts as lost.
-        log_filename: Absolute path or None.
-        pid_filename: Absolute path or None.
-        store_factory: Makes the store; can be imported by its name.
-        store_kwargs: Its arguments, plain values.
+        log_filename, pid_filename: Absolute path or None.
+        store_factory, store_kwargs: What makes the store, importable by name, and plain arguments.
         prefix: Before every key of the call.
         hear: Called, in another thread, with each event.
     """

@@ -22,6 +22,10 @@ class Timestamp:
     Attributes:
         auto: When its main thread last ran bytecode.
         manual: When its function last called `ping`; `None` before the first call.
+
+    Example:
+        >>> Timestamp(auto=time.monotonic()).is_timed_out(timedelta(seconds=60))
+        False
     """
 
     auto: float | None = None
@@ -94,11 +98,7 @@ class ProgressWatchdog:
         self._paused.wait()
 
     def resume(self) -> None:
-        """Continue after a pause; does nothing without one.
-
-        Raises:
-            RuntimeError: It was shut down.
-        """
+        """Continue after a pause, if there is one; raise `RuntimeError` if it was shut down."""
         if self._is_shut_down:
             raise RuntimeError("the progress watchdog was shut down")
         self._paused.clear()
