@@ -99,7 +99,7 @@ ROWS = [
     ("S", FUTEX, None, "AAUU", "AAUU"),
     ("S", "do_epoll_wait", False, "AUWU", "AUUU"),
     ("S", "sk_wait_data", None, "AUWU", "AUUU"),
-    ("S", "hrtimer_nanosleep", False, "UWWW", "UWWW"),
+    ("S", "hrtimer_nanosleep", False, "AWWW", "AWWW"),
     ("S", "anon_pipe_read", None, "UWWW", "UWWW"),
     ("D", "folio_wait_bit", None, "UWWW", "UWWW"),
     ("?", "", None, "UUUU", "UUUU"),

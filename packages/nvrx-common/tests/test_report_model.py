@@ -280,6 +280,27 @@ def test_job_with_a_lost_launcher_ends() -> None:
     assert running[-1] == "nvrx_job_running 0"
 
 
+@pytest.mark.parametrize("how", ["the store is lost", "the job is over"])
+def test_job_ends_without_a_launcher_that_nobody_recorded_as_lost(how: str) -> None:
+    """The host of the store, a spare node or, under min-healthy, any node may be missing."""
+    nodes = [RecordedJob("n1", launch_id=name) for name in "abc"]
+    for number, job in enumerate(nodes):
+        job.at(number * 0.1, JobStart(), None)
+        job.at(1, CycleStart(world_size=3, reason="start")).at(10, FirstStep(), rank=number)
+    nodes[1].at(40, Progress(iteration=30), rank=1)
+    is_over = True if how == "the job is over" else None
+    for number in (0, 2):
+        job = nodes[number]
+        if is_over is None:
+            job.at(55, Fault(cause="store_lost", what="the store is lost"))
+        job.at(100, JobEnd(result="over", exit_code=1, is_over=is_over), None)
+    timeline = build_timeline([job.file() for job in nodes])
+    assert timeline.is_ended
+    assert any("n1" in note and "lost" in note for note in timeline.notes)
+    nodes[1].at(200, Progress(iteration=40), rank=1)
+    assert not build_timeline([job.file() for job in nodes]).is_ended
+
+
 def test_launcher_that_was_taken_for_lost_and_writes_again_is_waited_for() -> None:
     """Whoever wrote after the loss was noticed was not lost."""
     nodes = _lost_launcher()

@@ -178,6 +178,14 @@ def test_differences_are_named_with_their_nodes():
     assert alike == ["pass", "pass", "pass"]
 
 
+def test_a_failure_of_any_node_counts():
+    """Who compares many nodes names those that fail, wherever they stand in the list."""
+    reports = [NodeReport(f"n{number}", clock=1.0) for number in range(30)]
+    reports[25] = NodeReport("n25", failures=("GPU 3: gone",), clock=1.0)
+    found = [(finding.name, finding.status) for finding in compare(reports)]
+    assert ("on n25", "fail") in found
+
+
 def test_too_few_nodes_fail():
     """Fewer than the least number cannot begin; fewer than all may."""
     reports = [NodeReport("a"), NodeReport("b")]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the launcher keeps of what its monitor says."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 from unittest.mock import Mock
@@ -10,6 +11,7 @@ import pytest
 from nvidia_resiliency_ext.fault_tolerance._agent.monitor_link import SharedMonitor
 from nvidia_resiliency_ext.fault_tolerance._monitor import messages
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
+from nvidia_resiliency_ext.shared_utils.errors import NvrxError
 from nvidia_resiliency_ext.shared_utils.event_loop import EventLoop
 
 
@@ -83,6 +85,43 @@ def test_no_restart_depends_on_a_monitor() -> None:
     monitor.prepare(2)
     assert len(handles) == 2
     handles[1].close()
+    loop.close()
+
+
+@pytest.mark.parametrize(("first", "is_silent"), [(5, False), (0, True)])
+def test_only_the_first_launch_needs_a_monitor(first: int, is_silent: bool) -> None:
+    """A spare node whose monitor has died takes part, and so does one whose monitor is not ready.
+
+    In the round before, nobody needed its monitor, or all went well.
+    """
+    clock = SystemClock()
+    loop = EventLoop(clock)
+    handles: list[TalkingHandle] = []
+    is_refused = False
+
+    class Silent(TalkingHandle):
+        def wait_ready(self, limit_s: float) -> None:
+            if is_refused:
+                raise NvrxError(f"the monitor is not ready after {limit_s:g} s")
+
+    def start(_cycle: int, _word: int) -> TalkingHandle:
+        if is_refused and not is_silent:
+            raise OSError(11, "Resource temporarily unavailable")
+        handles.append(Silent())
+        return handles[-1]
+
+    monitor = SharedMonitor(
+        Mock(loop=loop, clock=clock),
+        start,  # type: ignore[arg-type]
+    )
+    if first == 0:
+        monitor.prepare(0)
+    handles[0].is_over = is_refused = True
+    monitor.prepare(first + 1)
+    assert monitor.hang_report() == {}
+    for handle in handles:
+        with contextlib.suppress(OSError):
+            handle.close()
     loop.close()
 
 

@@ -57,6 +57,8 @@ def records(**ranks: int) -> list[InterruptionRecord]:
         # The stack of one that was killed is given though no rank can be blamed.
         ({"HARD_TIMEOUT": 0}, {0: KEEPS}, (0,), "rank 0 waits in x.py:1 in f, stack: x.py:1"),
         ({"HARD_TIMEOUT": 0}, {0: KEEPS, 1: LOOPS, 2: WAITS}, (1,), "; rank 0 waits in x.py"),
+        # Also where the program's own exception is the cause, which nobody is blamed for here.
+        ({"HARD_TIMEOUT": 0, "EXCEPTION": 1}, {0: KEEPS}, (), "rank 0 waits in x.py:1 in f, stack"),
         ({"SOFT_TIMEOUT": 0}, {0: WAITS, 1: WAITS}, None, ""),
         ({"SOFT_TIMEOUT": 0}, {}, None, ""),
     ],

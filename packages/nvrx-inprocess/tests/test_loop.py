@@ -29,12 +29,14 @@ from nvidia_resiliency_ext.inprocess._protocol.decision import Decision, encode_
 from nvidia_resiliency_ext.inprocess.abort import Abort
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.completion import Completion
-from nvidia_resiliency_ext.inprocess.exception import InternalError
+from nvidia_resiliency_ext.inprocess.exception import InternalError, RestartAbort
+from nvidia_resiliency_ext.inprocess.initialize import RetryController
 from nvidia_resiliency_ext.inprocess.rank_assignment import RankAssignmentCtx, ShiftRanks
 from nvidia_resiliency_ext.inprocess.state import FrozenState, State
 from nvidia_resiliency_ext.inprocess.store import TCPStore
 from nvidia_resiliency_ext.inprocess.terminate import Terminate
 from nvidia_resiliency_ext.shared_utils._report import accounting
+from nvidia_resiliency_ext.shared_utils.events import InprocRestart
 
 
 class Monitor:
@@ -208,6 +210,8 @@ def test_a_restart_is_logged_in_one_sentence(caplog: pytest.LogCaptureFixture) -
             "rank 0 made no progress for 90 s (hard_timeout) and was killed",
         ),
         ({1: "TERMINATED"}, [1], "rank 1 was killed or crashed"),
+        # What collectives of the others raised follows from the loss.
+        ({0: "EXCEPTION", 1: "TERMINATED"}, [1], "rank 1 was killed or crashed"),
         (
             {2: "UNRESPONSIVE", 3: "UNRESPONSIVE"},
             [2, 3],
@@ -333,6 +337,31 @@ def test_who_leaves_says_why(caplog: pytest.LogCaptureFixture) -> None:
     assert monitor.left == [True]
     assert "rank=0 leaving: SystemExit(3)" in caplog.text
     assert "rank=0 terminate: OSError('at the end')" in caplog.text
+
+
+def test_who_gives_up_after_a_loss_says_who_was_lost(caplog: pytest.LogCaptureFixture) -> None:
+    """Where too few are left, log and record name the lost rank, and the call that it was in."""
+
+    class Losing(Monitor):
+        def arrive(self, *_: object) -> None:
+            decision = Decision(2, {0: 0}, (1,), self.records)
+            self.receive(Decided(self.iteration, encode_decision(decision)))
+
+    events: list[InprocRestart] = []
+    retries = RetryController(min_world_size=2)
+    with call_of(State(0, 2), Losing(), initialize=retries) as (loop, monitor):
+        loop.event_log = SimpleNamespace(record=lambda event, **_: events.append(event))
+        loop.rendezvous.call = 5
+
+        def function() -> None:
+            monitor.records = (InterruptionRecord(1, Interruption.TERMINATED),)
+            monitor.receive(Interrupted(0, monitor.records))
+            time.sleep(30)
+
+        with pytest.raises(RestartAbort):
+            loop.run(function, (), {})
+    assert "rank 1 was killed or crashed; this rank leaves after" in caplog.text
+    assert [(event.call, event.lost_ranks) for event in events] == [(5, (1,))]
 
 
 def test_who_never_calls_the_function_is_done_without() -> None:

@@ -281,5 +281,7 @@ def test_ranks_that_do_not_come_together_learn_why(monkeypatch) -> None:
     with pytest.raises(BarrierTimeout, match=r"1 of 2 ranks .* \(barrier_timeout\): .*WORLD_SIZE"):
         rendezvous.hold_rendezvous(settings, State(0, 2), {})
     rendezvous._next_call = 0
+    rendezvous.hold_rendezvous(settings, State(0, 1), {})
+    rendezvous._next_call = 0
     with pytest.raises(BarrierOverflow, match=r"2 ranks for 1 places: another job .*MASTER_PORT"):
         rendezvous.hold_rendezvous(settings, State(0, 1), {})

@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -54,6 +55,19 @@ def watchdog(target: Target) -> Iterator[Watchdog]:
     made.start()
     yield made
     assert made.stop(LIMIT_S)
+
+
+def test_who_was_not_started_holds_nothing() -> None:
+    """A call that fails before it begins leaves its page to nobody: no collection is needed."""
+    target = Target()
+    held = weakref.ref(target)
+    gc.disable()
+    try:
+        made = Watchdog(target.stamp_auto, INTERVAL_S)
+        del made, target
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_stamps_of_a_running_thread(watchdog: Watchdog, target: Target) -> None:

@@ -36,9 +36,6 @@ def serve(  # noqa: PLR0913 - the signature is given
     Raises:
         ValueError: A setting makes no sense.
         OSError: It cannot listen there, or there is no healthy root.
-
-    Example:
-        >>> serve("::", 50052, "head:50051", allowed_roots=["/var/log"])  # doctest: +SKIP
     """
     from nvidia_resiliency_ext.shared_utils._funnel.server import leaf
     from nvidia_resiliency_ext.shared_utils._funnel.shared import Access

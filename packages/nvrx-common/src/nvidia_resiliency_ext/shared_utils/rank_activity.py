@@ -201,7 +201,8 @@ def classify(kernel: Kernel, stack: Stack) -> Activity:
     | in a futex, nothing pending | WAITING | UNKNOWN (1) | WORKING (2) | UNKNOWN |
     | in a futex, cannot be seen | WAITING | WAITING | UNKNOWN | UNKNOWN |
     | in a poll or a socket | WAITING | UNKNOWN | WORKING (2) | UNKNOWN |
-    | sleeps, reads, waits for a disk | UNKNOWN | WORKING | WORKING | WORKING |
+    | sleeps for a time, as torch does between two tries | WAITING | WORKING | WORKING | WORKING |
+    | reads, waits for a disk | UNKNOWN | WORKING | WORKING | WORKING |
 
     With a GPU (1) is WAITING and (2) UNKNOWN: CUDA spins or sleeps while it waits for a kernel of
     NCCL, also under a line of the program such as `loss.item()`.
@@ -221,7 +222,7 @@ def _row_of(kernel: Kernel) -> str:
         return {True: "pending", False: "not pending", None: "in a futex"}[kernel.is_pending]
     polls = ("poll", "select", "sk_wait", "inet_", "tcp_", "wait_woken")
     is_polling = not kernel.wchan or any(word in kernel.wchan for word in polls)
-    return "polls" if is_polling else "sleeps"
+    return "polls" if is_polling else "sleeps" if "nanosleep" in kernel.wchan else "reads"
 
 
 _COLUMNS = (Call.COLLECTIVE, Call.DEVICE, Call.OWN, Call.NONE)
@@ -240,7 +241,8 @@ _ACTIVITIES = {
     "not pending": (_WAITING, _SPINS, _MAY_SPIN, _UNKNOWN),
     "in a futex": (_WAITING, _WAITING, _UNKNOWN, _UNKNOWN),
     "polls": (_WAITING, _UNKNOWN, _MAY_SPIN, _UNKNOWN),
-    "sleeps": (_UNKNOWN, _WORKING, _WORKING, _WORKING),
+    "sleeps": (_WAITING, _WORKING, _WORKING, _WORKING),
+    "reads": (_UNKNOWN, _WORKING, _WORKING, _WORKING),
 }
 
 _DOES = (

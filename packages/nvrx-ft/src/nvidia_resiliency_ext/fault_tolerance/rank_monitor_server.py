@@ -166,9 +166,6 @@ class RankMonitorServer:
         rank_monitor_ready_event: Set by `serve` when signal handlers are installed.
         logger: Writes the layered-restart lines.
         is_restarter_logger: Whether to write such lines.
-
-    Example:
-        >>> monitor = RankMonitorServer.run_in_subprocess(cfg, socket_path)  # doctest: +SKIP
     """
 
     RANK_MONITOR_INIT_TIMEOUT = 180.0

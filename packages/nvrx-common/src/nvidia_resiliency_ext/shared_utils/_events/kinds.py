@@ -71,12 +71,14 @@ class JobEnd(Event):
         result: `success`, or the reason.
         exit_code: Exit code of the launcher.
         restarts: Restarts of the job.
+        is_over: True: the job is over on all nodes, and this launcher has heard it.
     """
 
     kind: ClassVar[str] = "job_end"
     result: str
     exit_code: int | None = None
     restarts: int | None = None
+    is_over: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)

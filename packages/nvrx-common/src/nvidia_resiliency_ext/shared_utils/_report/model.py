@@ -35,7 +35,7 @@ NO_CHECKPOINT = (
     "No checkpoint was recorded, so work lost through faults is unknown and goodput an upper bound."
     " Record a CkptSave event when a save is complete, to have it measured."
 )
-NODE_LOST = "node_lost"
+_LOSSES = frozenset({"node_lost", "store_lost"})
 
 _LONGEST_PATH = 160
 _MOST_JOBS = 20
@@ -246,8 +246,9 @@ def _endings(seen: Sequence[TimedEvent], ends: Sequence[TimedEvent]) -> tuple[bo
     """Return whether the record has an end, with notes on whose end is not in it."""
     last = {(event.host, event.launch): event.at for event in seen}
     missing = last.keys() - {(event.host, event.launch) for event in ends}
-    losses = [event for event in seen if event.kind == "fault" and event.text("cause") == NODE_LOST]
-    # Recorded as lost by another launch and silent since: who writes again was not lost.
+    losses = [event for event in seen if event.kind == "fault" and event.text("cause") in _LOSSES]
+    losses += [event for event in ends if event.record.fields.get("is_over")]
+    # Lost by the record of another launch, and silent since: who writes again was not lost.
     lost = {
         launch
         for launch in missing

@@ -340,7 +340,8 @@ class Job:
         later = self.clock.monotonic() + CLEAN_UP_DELAY_S
         self.loop.call_at(later, self._remove_stale_directories)
         result = self.agent.run()
-        self.reporter.job_ended(result.reason, result.exit_code)
+        over = self.agent.rendezvous.is_over or None
+        self.reporter.job_ended(result.reason, result.exit_code, over=over)
         if self._torch_events is not None:
             self._torch_events.ended(result.exit_code, result.failures, result.stop_signal)
         if result.exit_code != 0 and result.failures:

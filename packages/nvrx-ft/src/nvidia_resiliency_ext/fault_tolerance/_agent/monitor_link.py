@@ -82,7 +82,7 @@ class SharedMonitor:
         self._lease: messages.LeaseHeld | None = None
         self._hang: dict[str, Any] = {}
         self._closing = False
-        self._has_listened = False
+        self._is_dispensable = False
         self._is_missed = False
         self._reopening: Timer | None = None
         self._unanswered: Timer | None = None
@@ -103,9 +103,10 @@ class SharedMonitor:
         self._prepared_at = self.clock.monotonic()
         self._receive()  # A monitor that died just now must not be taken for a ready one.
         self._hang = {}
+        self._is_dispensable |= cycle > 0  # The first round of a spare node is a restart, too.
         if self._reopening is not None:
             self._reopening.cancel()
-            if self._has_listened:
+            if self._is_dispensable:
                 self._retry()
             else:
                 self._reopen()
@@ -119,12 +120,12 @@ class SharedMonitor:
         try:
             self._handle.wait_ready(READY_TIMEOUT_S)
         except NvrxError as error:
-            if not self._has_listened:
+            if not self._is_dispensable:
                 raise
             logger.warning("%s", error)
             self._replace()
             return False
-        self._has_listened = True
+        self._is_dispensable = True
         self._receive()  # What came together with "ready" does not wake the loop again.
         return self._reopening is None
 

@@ -53,6 +53,7 @@ class LocalRendezvous:
     """
 
     must_stay = False  # Whether others need this launcher although its own part is over.
+    is_over = False  # Whether all nodes have agreed that the job is over; here nobody is asked.
 
     def __init__(self, job: Job) -> None:
         self._plan, self._post = job.plan, job.post

@@ -207,7 +207,7 @@ def compare(reports: Sequence[NodeReport]) -> list[Finding]:
         _clocks(reports),
         *(
             failed(f"on {report.host}", text)
-            for report in reports[:MAX_SHOWN]
+            for report in [each for each in reports if each.failures][:MAX_SHOWN]
             for text in report.failures[:MAX_SHOWN]
         ),
     ]

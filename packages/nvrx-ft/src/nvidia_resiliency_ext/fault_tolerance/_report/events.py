@@ -283,13 +283,14 @@ class EventReporter:
         about = {"time": self.clock.wall(), "host": self.host, "cycle": cycle}
         self.failures.write({**about, **self._failure, **self._durations()})
 
-    def job_ended(self, result: str, exit_code: int) -> None:
+    def job_ended(self, result: str, code: int, *, over: bool | None = None) -> None:
         """Record the end of the job and close nothing: the event log belongs to the caller."""
         self._write_failure(self._cycle)
-        self._record(events.JobEnd(result=result, exit_code=exit_code, restarts=self.restarts))
-        log = logger.info if exit_code == 0 else logger.error
+        end = events.JobEnd(result=result, exit_code=code, restarts=self.restarts, is_over=over)
+        self._record(end)
+        log = logger.info if code == 0 else logger.error
         restarts = _counted(self.restarts, "restart")
-        log("job ended with exit code %d: %s (%s)", exit_code, result, restarts)
+        log("job ended with exit code %d: %s (%s)", code, result, restarts)
 
     def record_phase(self, name: str, seconds: float | None) -> None:
         """Record how long a part of a restart took; nothing where it did not happen."""

@@ -383,9 +383,11 @@ class CallLoop:
             )
         self._owed_in = state.iteration + 1
         self._participants = decision.going_on
+        self._remember(decision)
         with self._watch.measure(Phase.RANK_ASSIGNMENT):
             self._assign(set(decision.terminated))
-        self._advance(decision)
+        state.advance()
+        self.events.forget(state.iteration - 1)
 
     def _arrive(self, limit_s: float) -> Decision:
         self.page.phase = ProgressPhase.AT_BARRIER
@@ -398,7 +400,8 @@ class CallLoop:
             )
         return decided.decision
 
-    def _advance(self, decision: Decision) -> None:
+    def _remember(self, decision: Decision) -> None:
+        """Keep what is to be logged of a restart, until it is known whether this rank goes on."""
         state = self.state
         self._what_happened = describe_interruption(decision, self.settings)
         self._pending = RestartReport(
@@ -411,24 +414,23 @@ class CallLoop:
             hang="" if decision.hang is None else decision.hang.text,
             culprits=() if decision.hang is None else decision.hang.culprits,
         )
-        old = state.iteration
-        state.advance()
-        self.events.forget(old)
 
-    def _log_restart(self) -> None:
+    def _log_restart(self, error: BaseException | None = None) -> None:
+        """Log and record a restart, after which this rank goes on, or leaves with `error`."""
         pending, self._pending = self._pending, None
         seconds = self._watch.take()
         if pending is None:
             return
-        report = dataclasses.replace(pending, seconds=seconds)
+        report = dataclasses.replace(pending, seconds=seconds, world_size=self.state.world_size)
         self.reports.append(report)
-        kept, total_s = len(report.kept), sum(seconds.values())
-        text = (
-            "%s; %d rank goes on after %.2f s" if kept == 1 else "%s; %d ranks go on after %.2f s"
-        )
-        logger.warning(text, self._what_happened, kept, total_s)
+        kept = len(report.kept)
+        follows = "1 rank goes on" if kept == 1 else f"{kept} ranks go on"
+        if error is not None:
+            follows = "this rank leaves"
+        total_s = sum(seconds.values())
+        logger.warning("%s; %s after %.2f s", self._what_happened, follows, total_s)
         logger.info("%s", report.line())
-        if self.state.rank == 0:
+        if self.state.rank == 0 and not isinstance(error, RankDiscarded):
             assert self.state.initial_rank is not None
             record_restart(self.event_log, self.rendezvous.call, report, self.state.initial_rank)
 
@@ -439,6 +441,7 @@ class CallLoop:
         error.__suppress_context__ = True
         state = self.state
         self.page.phase = ProgressPhase.IDLE
+        self._log_restart(error)
         # The caller of the function sees where it was raised.
         logger.warning("%s", log_exc(state, error, "leaving"))
         if self.link.is_abandoned:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import os
@@ -31,7 +30,7 @@ from nvidia_resiliency_ext.inprocess._store.endpoint import (
     job_name,
     require_number,
 )
-from nvidia_resiliency_ext.inprocess._store.mixin import pass_barrier
+from nvidia_resiliency_ext.inprocess._store.mixin import close_barrier, pass_barrier
 from nvidia_resiliency_ext.inprocess._store_server import StoreServer, host_store
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.state import State
@@ -54,7 +53,7 @@ _HOSTED_LIMIT = timedelta(seconds=5)
 _DEPARTURE_LIMIT = timedelta(seconds=5)
 
 _LATEST_CALL = "latest_call"
-_LOOK = timedelta(seconds=1)
+_BARRIER = "initial_barrier"
 
 # The number of the next call; a rank that was given up in one goes on with that of the others.
 _next_call = 0
@@ -173,63 +172,50 @@ def _gather(store: Any, prefix: str, state: State, limit: timedelta) -> tuple[in
     """Wait until all ranks are in the same call; return its number and its keys.
 
     A rank that failed before, or was waited for in vain, has made another number of tries than the
-    others. So all come to the latest call that any of them has begun.
+    others. So all come to the latest call that any of them has begun. Whoever begins a later call,
+    or gives one up, closes the barrier of the call before: its ranks come to the later one.
     """
     global _next_call  # noqa: PLW0603 - a process takes part in one call after the other
     assert state.rank is not None
-    access = StoreAccess(store)
     deadline = Deadline.after(limit.total_seconds())
+    late: BarrierTimeout | None = None
     while True:
-        number = _take_number(access, f"{prefix}{_LATEST_CALL}", _next_call)
+        number = _take_number(store, prefix, _next_call)
+        if late is not None:
+            raise BarrierTimeout(
+                f"{late} (barrier_timeout): a rank has not called the wrapped function, or has"
+                f" another WORLD_SIZE than {state.world_size}"
+            )
         _next_call = number + 1
         call_store = CallStore(f"{prefix}{number}", store)
         if state.rank == 0:
             # Keys of earlier jobs in a store that outlives them must not be used again.
             call_store.set(_NONCE, secrets.token_hex(8))
+        access, left = StoreAccess(call_store), timedelta(seconds=deadline.remaining())
         try:
-            pass_barrier(
-                StoreAccess(call_store),
-                [state.rank],
-                "initial_barrier",
-                state.world_size,
-                timedelta(seconds=deadline.remaining()),
-                _LOOK,
-                look=functools.partial(_raise_if_later, access, prefix, number),
-            )
-        except _LaterCallError:
-            continue
+            pass_barrier(access, [state.rank], _BARRIER, state.world_size, left, None)
         except BarrierTimeout as error:
-            raise BarrierTimeout(
-                f"{error} (barrier_timeout): a rank has not called the wrapped function, or has"
-                f" another WORLD_SIZE than {state.world_size}"
-            ) from None
+            late = error
         except BarrierOverflow as error:
             raise BarrierOverflow(
                 f"{error}: another job has the same MASTER_ADDR and MASTER_PORT, or a rank has"
                 f" another WORLD_SIZE than {state.world_size}"
             ) from None
-        return number, call_store
+        if not close_barrier(access, _BARRIER):
+            return number, call_store
 
 
-class _LaterCallError(Exception):
-    """Others have given up this call, and wait in a later one."""
-
-
-def _take_number(access: StoreAccess, key: str, least: int) -> int:
+def _take_number(store: Any, prefix: str, least: int) -> int:
     """Return the number of the latest call, which is at least `least` from now on."""
+    access, key = StoreAccess(store), f"{prefix}{_LATEST_CALL}"
     standing = access.peek(key) or ""
     while True:
         latest = require_number(key, standing) if standing else -1
         if latest >= least:
             return latest
-        standing = access.swap(key, standing, str(least))
-
-
-def _raise_if_later(access: StoreAccess, prefix: str, number: int) -> bool:
-    key = f"{prefix}{_LATEST_CALL}"
-    if require_number(key, access.peek(key) or "0") > number:
-        raise _LaterCallError
-    return False
+        earlier, standing = standing, access.swap(key, standing, str(least))
+        if earlier:
+            close_barrier(StoreAccess(CallStore(f"{prefix}{earlier}", store)), _BARRIER)
 
 
 def _warn_of_unused(endpoint: Endpoint, kwargs: Mapping[str, Any]) -> None:

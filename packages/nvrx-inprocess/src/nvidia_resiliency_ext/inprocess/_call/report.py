@@ -130,16 +130,20 @@ def _limit_s(kind: Interruption, settings: Settings) -> float:
 def describe_interruption(decision: Decision, settings: Settings) -> str:
     """Return in words what happened to which ranks, and which ranks are lost.
 
-    Where ranks were lost, the soft timeouts of others are left out: they follow from that.
+    Where ranks were lost, the soft timeouts of others are left out: they follow from that. So are
+    exceptions where ranks are gone: those of collectives follow, and each stands in the log.
     """
     ranks: dict[Interruption, set[int]] = {}
     for record in decision.records:
         ranks.setdefault(record.interruption, set()).add(record.rank)
     reported = {rank for kind in _LOST for rank in ranks.get(kind, ())}
+    follows = {Interruption.SOFT_TIMEOUT} if reported else set()
+    if not ranks.keys().isdisjoint((Interruption.TERMINATED, Interruption.UNRESPONSIVE)):
+        follows.add(Interruption.EXCEPTION)
     words = [
         _sentence(of_kind, text.format(_limit_s(kind, settings)))
         for kind, text in _HAPPENED.items()
-        if (of_kind := ranks.get(kind)) and not (reported and kind is Interruption.SOFT_TIMEOUT)
+        if (of_kind := ranks.get(kind)) and kind not in follows
     ]
     if gone := set(decision.lost) - reported:
         words.append(f"{_name_ranks(gone)} {'is' if len(gone) == 1 else 'are'} lost")

@@ -50,13 +50,13 @@ class Watchdog:
         # Guards the flag with the stamp, so that none comes after `pause` has returned.
         self._lock = threading.Lock()
         self._is_paused = False
-        self._is_started = False
-        self._thread = threading.Thread(target=self._run, name="nvrx-watchdog", daemon=True)
+        # Not before `start`: a thread that never ran would hold the page until a collection.
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         self._stamp()
+        self._thread = threading.Thread(target=self._run, name="nvrx-watchdog", daemon=True)
         self._thread.start()
-        self._is_started = True
 
     def pause(self) -> None:
         """Stamp once more, then no more until `resume`; does not wait for the main thread."""
@@ -76,8 +76,9 @@ class Watchdog:
         """End the thread and return whether it has ended; harmless when repeated."""
         self._stopped.set()
         self._semaphore.post()
-        if self._is_started:
-            self._thread.join(timeout_s)
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:

@@ -68,25 +68,22 @@ def is_searched(records: Iterable[InterruptionRecord]) -> bool:
 def find_hang(
     records: Iterable[InterruptionRecord], observed: Mapping[int, ObservedActivity], world_size: int
 ) -> Hang | None:
-    """Return whom a hang is blamed on, None when it was no hang or nothing is known.
+    """Return whom a hang is blamed on and what killed ranks did, None when nothing is known.
 
     An exception is a hang's only where a collective raised it, so that its rank counts as waiting.
     """
-    records = list(records)
-    if not is_searched(records):
-        return None
+    records, texts, culprits = list(records), list[str](), tuple[int, ...]()
     late = {record.rank for record in records if record.interruption in _TIMEOUTS}
     raised = [r.rank for r in records if r.interruption is Interruption.EXCEPTION]
     waited = {rank for rank, each in observed.items() if each.activity is Activity.WAITING}
-    if not waited.issuperset(raised) or not (late or raised):
-        return None
-    states = [
-        RankState(rank, each.activity, words=each.words, place=each.place, is_late=rank in late)
-        for rank, each in sorted(observed.items())
-    ]
-    finding = find_culprit(states, world_size)
-    culprits = tuple(state.rank for state in finding.culprits)
-    texts = [describe(finding)] if culprits else []
+    if is_searched(records) and waited.issuperset(raised) and (late or raised):
+        states = [
+            RankState(rank, each.activity, words=each.words, place=each.place, is_late=rank in late)
+            for rank, each in sorted(observed.items())
+        ]
+        finding = find_culprit(states, world_size)
+        culprits = tuple(state.rank for state in finding.culprits)
+        texts = [describe(finding)] if culprits else []
     killed = {r.rank for r in records if r.interruption is Interruption.HARD_TIMEOUT}
     named = sorted(killed.intersection(observed).difference(culprits))[:_MOST_NAMED]
     texts += [f"rank {rank} {observed[rank].words}" for rank in named if observed[rank].words]

@@ -25,6 +25,7 @@ from .endpoint import ForeignValueError, require_json, require_number
 _PREFIX = "inprocess_barrier_prefix"
 _LONGEST_SLICE_S = 10.0
 _DONE = "1"
+_CLOSED = "0"
 
 
 class BarrierError(RestartError):
@@ -39,30 +40,30 @@ class BarrierOverflow(BarrierError):  # noqa: N818 - the name is given
     """More ranks arrived than belong there."""
 
 
-def pass_barrier(  # noqa: PLR0913 - as the mixin has them
+def pass_barrier(
     access: StoreAccess,
     ranks: Collection[int],
     group_name: str,
     rendezvous_count: int,
     timeout: timedelta | None,
     timeout_chunk: timedelta | None,
-    *,
-    look: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Arrive for `ranks` and wait until so many have arrived; once per store and name.
-
-    `look` is called once per slice of the wait; True ends it, as if all had arrived.
-    """
+    """Arrive for `ranks` and wait until so many have arrived; once per store and name."""
     arrived, _, done = _barrier_keys("barrier", group_name)
     count = access.add(arrived, len(ranks))
     if count > rendezvous_count:
         raise _overflow(group_name, count, rendezvous_count)
     if count == rendezvous_count:
-        access.set(done, _DONE)
+        access.settle(done, _DONE)
     elif _is_no_wait(timeout):
         raise _too_late(group_name, count, rendezvous_count, timeout)
-    elif not _wait(access, done, timeout, timeout_chunk, look):
+    elif not _wait(access, done, timeout, timeout_chunk, lambda: False):
         raise _too_late(group_name, access.add(arrived, 0), rendezvous_count, timeout)
+
+
+def close_barrier(access: StoreAccess, group_name: str) -> bool:
+    """Close a barrier for good, and wake its ranks; return False if all had arrived before."""
+    return access.settle(_barrier_keys("barrier", group_name)[2], _CLOSED) == _CLOSED
 
 
 def _barrier_keys(kind: str, group_name: str) -> tuple[str, str, str]:
