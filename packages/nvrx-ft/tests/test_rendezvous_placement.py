@@ -43,7 +43,7 @@ def closed(result):
 
 
 def next_round(placement, stay, come=()):
-    """Return the arrivals of a next round: those of the last one that stay, and newcomers."""
+    """Return the arrivals of a next round: those of the last one that stay, and new nodes."""
     ranks = {candidate.node: rank for rank, candidate in enumerate(placement.active)}
     before = [*placement.active, *placement.standby, *placement.excluded]
     return [
@@ -160,7 +160,7 @@ def test_without_infra_ranks_survivors_keep_their_ranks():
 
 
 def test_a_later_node_with_a_smaller_identity_moves_nobody():
-    """Who trained goes on training, although a newcomer would come first by identity."""
+    """Who trained goes on training, although a new node would come first by identity."""
     first = closed(place([node("m"), node("n")], rules(2, 4)))
     second = closed(place(next_round(first, lambda _: True, [node("a")]), rules(2, 4)))
     assert names(second.active) == ["m", "n"]
@@ -255,7 +255,7 @@ def test_groups_that_are_unhealthy_or_incomplete_are_excluded():
     assert names(placement.standby) == ["n7", "n8"]
     assert names(placement.excluded) == ["n1", "n2", "n3", "n6"]
     assert summary(placement) == (
-        "2 active: n[4-5]; 2 standby: n[7-8]; 4 excluded: n[1-3,6] (group 0 is unhealthy,"
+        "2 active: n[4-5]; 2 spare: n[7-8]; 4 excluded: n[1-3,6] (group 0 is unhealthy,"
         " group 1 has 1 of 2 nodes, 1 node has no NVRX_REPLACEMENT_GROUP_ID)"
     )
 
@@ -277,7 +277,7 @@ def test_summary_of_a_round_without_spares():
     """Long lists are short, whatever kind of addresses they are."""
     nodes = [node(f"node{i:03}.cluster.local", i) for i in range(1, 5)]
     placement = closed(place(nodes, rules(4)))
-    assert summary(placement) == "4 active: node[001-004].cluster.local; 0 standby; 0 excluded"
+    assert summary(placement) == "4 active: node[001-004].cluster.local; 0 spare; 0 excluded"
 
 
 # What is not enough ------------------------------------------------------------------------------
@@ -402,7 +402,7 @@ def test_several_launchers_on_a_node_where_that_is_allowed():
         {"group": "a" * 300},
     ],
 )
-def test_texts_of_strangers(fields):
+def test_foreign_texts(fields):
     """What would spoil the order or a log is refused."""
     with pytest.raises(ValueError, match=r"no identity|too long or not printable"):
         check_texts(Arrival(**{"node": "a_1_0", "addr": "a", **fields}))
@@ -475,7 +475,7 @@ def test_the_order_of_arrival_does_not_matter(seed, has_infra_ranks):
 @pytest.mark.parametrize("has_infra_ranks", [True, False])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_everybody_has_one_place_over_many_rounds(seed, has_infra_ranks):
-    """Over rounds with losses and newcomers: nobody is lost or twice there, the group is whole.
+    """Over rounds with losses and new nodes: nobody is lost or twice there, the group is whole.
 
     Exactly `min_nodes` train (with `elastic` as many as there is room for), every segment is of one
     domain, survivors of an order without infrastructure ranks keep their rank or, with segments,
@@ -503,7 +503,7 @@ def follow_rounds(draw, *, has_infra_ranks):
         check_groups(result, wanted, unhealthy)
         if not all(one.infra_rank >= 0 for one in (*result.active, *result.standby)):
             check_survivors(result, wanted)
-        newcomers = [
+        new_nodes = [
             Arrival(
                 node=f"n{draw.randint(1, 30)}_x_{1000 * (round_number + 1) + index}_0",
                 addr=f"10.{round_number + 1}.0.{index}",
@@ -513,7 +513,7 @@ def follow_rounds(draw, *, has_infra_ranks):
             )
             for index in range(draw.randint(0, 3))
         ]
-        candidates = next_round(result, lambda _: draw.random() < 0.85, newcomers)
+        candidates = next_round(result, lambda _: draw.random() < 0.85, new_nodes)
         draw.shuffle(candidates)
 
 

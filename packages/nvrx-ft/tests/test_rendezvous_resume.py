@@ -39,7 +39,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     NodeSession,
     Opened,
     Over,
-    Placed,
+    RankAssigned,
     SessionEvent,
     SpareNode,
 )
@@ -259,7 +259,7 @@ def of(**fields: Any) -> CoordinatorRules:
 def placed(plane: Plane, count: int = 2) -> list[Node]:
     """Return nodes that work."""
     nodes = [Node(index, plane) for index in range(count)]
-    assert all(isinstance(node.next(), Placed) for node in nodes)
+    assert all(isinstance(node.next(), RankAssigned) for node in nodes)
     return nodes
 
 
@@ -280,7 +280,7 @@ def open_next(plane: Plane, nodes: list[Node], spare: Node) -> None:
     closed = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
     spare.catch_up(closed)
     assert not spare.arrive(arrival(len(nodes)))
-    assert all(isinstance(node.next(), Placed) for node in nodes)
+    assert all(isinstance(node.next(), RankAssigned) for node in nodes)
 
 
 def test_a_round_goes_on_and_was_no_restart() -> None:
@@ -293,7 +293,7 @@ def test_a_round_goes_on_and_was_no_restart() -> None:
         first.take(control.present.wait_for(lambda entry: entry.round == 1))
         for index, node in enumerate((first, second)):
             node.arrive(arrival(index))
-        assert all(isinstance(node.next(), Placed) for node in (first, second))
+        assert all(isinstance(node.next(), RankAssigned) for node in (first, second))
         for _ in range(2):
             plane = control.restart()
             assert first.resume(plane) is None

@@ -136,9 +136,9 @@ class FtRendezvousHandler(StoreRendezvousHandler):
             names = ", ".join(known.name for known in records.WorkerState)
             raise ValueError(f"worker state {state.name}: use one of {names}") from None
         me = NodeIdentity.parse(self._me.node)
-        placed = self._placed
+        current = self._assigned
         stands = self.get_worker_states().get(me, WorkerState.UNKNOWN)
-        if placed is None or records.WorkerState[stands.name] in FINAL:
+        if current is None or records.WorkerState[stands.name] in FINAL:
             return stands
         cause = None
         if wanted is not records.WorkerState.HEALTHY:
@@ -146,7 +146,7 @@ class FtRendezvousHandler(StoreRendezvousHandler):
 
         def send(session: NodeSession) -> None:
             if wanted is records.WorkerState.SUCCEEDED:
-                session.succeeded(placed.entry.round)
+                session.succeeded(current.entry.round)
             else:
                 session.send(Kind.STATE, state=wanted, cause=cause)
 

@@ -154,7 +154,7 @@ class RankMonitorLogger(logging.Logger):
 
 
 class RankMonitorServer:
-    """A monitor for one rank, without a launcher; it judges and kills.
+    """A monitor for one rank, without a launcher; it evaluates and kills.
 
     It detects and kills hung ranks like the launcher's monitor, but does not clean up other
     processes of the job. It listens once it is made. SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 end it

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attempts of all jobs that a service has seen, in memory and in a file; it judges none.
+"""Attempts of all jobs that a service has seen, in memory and in a file; it evaluates none.
 
 An attempt is one run of a job's workers: job, how often the scheduler requeued it, and cycle. A
 requeued job begins again with cycle 0 and the same name of its log, which may be continued.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a log while it grows: truncated, rotated or not yet there; it judges nothing."""
+"""Read a log while it grows: truncated, rotated or not yet there; it evaluates nothing."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def run_save_job(job: SaveJob, storages: Sequence[Any]) -> str:
         shard.discard(note=str(problem))
         return str(problem)
     except BaseException as error:
-        # Not ours to judge, but nothing half-written may keep its lock or its space.
+        # Not ours to evaluate, but nothing half-written may keep its lock or its space.
         shard.discard(note=repr(error))
         raise
     return ""

@@ -104,7 +104,7 @@ def join_state(
     """Put a state together again.
 
     Args:
-        skeleton: What `split_state` returned, from a place that the caller has judged.
+        skeleton: What `split_state` returned, from a place that the caller has checked.
         storages: The bytes of the storages, as uint8 tensors; the state will use their memory.
         any_name: Whether the skeleton may name anything that can be imported. Such a skeleton can
             run any code.

@@ -189,7 +189,7 @@ def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
     secret = endpoints.read_token(config.rdzv_token_file) if config.rdzv_token_file else None
     addr = plan.local_addr or own_address(endpoint.host, endpoint.port)
     node, prefix = node_identity(addr), keys.prefix(plan.run_id)
-    host: coordinator_loop.CoordinatorThread | None = None
+    coordinator: coordinator_loop.CoordinatorThread | None = None
     if endpoint.is_hidden:
         logger.warning(
             "--rdzv-endpoint %s is the loopback address %s on this machine: launchers on others "
@@ -203,7 +203,7 @@ def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
     if endpoint.listener is not None:
         assert services is not None, "who serves the store runs the rest"
         listener, says = endpoint.listener, {keys.LOG_TOKEN: services.log_token}
-        host = coordinator_loop.CoordinatorThread(
+        coordinator = coordinator_loop.CoordinatorThread(
             lambda: coordinator_loop.served_store(
                 listener,
                 endpoint.host,
@@ -225,7 +225,7 @@ def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
                 denylist=job.denylist,
             ),
         )
-        host.start()
+        coordinator.start()
     if environ.get(_env.REPLACEMENT_GROUP_ID) and not rules.placement.group_size:
         logger.warning(
             "%s is set without effect: --rdzv-conf replacement_group_size=N says how many nodes "
@@ -252,7 +252,7 @@ def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
     )
     stop = threading.Event()
     connector = StoreConnector(endpoint, prefix, secret, settings, job.cycles, job.clock, stop)
-    return StoreRendezvous(job, settings, connector, host, stop)
+    return StoreRendezvous(job, settings, connector, coordinator, stop)
 
 
 @dataclass(slots=True)

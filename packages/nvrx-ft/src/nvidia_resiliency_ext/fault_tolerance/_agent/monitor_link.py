@@ -245,8 +245,8 @@ class SharedMonitor:
                 self.unwatched_after_s = None
         elif isinstance(message, messages.HangFound):
             self._take_report(message.report)
-        elif isinstance(message, messages.RanksSeen):
-            self.job.agent.ranks_seen(message.ranks, {})
+        elif isinstance(message, messages.RankStates):
+            self.job.agent.ranks_examined(message.ranks, {})
         elif isinstance(message, messages.Save):
             self._acknowledged_word = message.word
             self.job.controller.acknowledged()
@@ -263,7 +263,7 @@ class SharedMonitor:
         if report["cycle"] != self._cycle:
             return
         if report.get("is_held"):
-            self.job.agent.ranks_seen(report["ranks"], report)
+            self.job.agent.ranks_examined(report["ranks"], report)
         elif not self._hang.get("culprits"):
             self._hang = report
 
@@ -331,7 +331,7 @@ class MonitorPerRank:
 
     def workers_changed(self, workers: messages.WorkersChanged) -> None:
         """Tell all: whichever sees the launcher die sweeps."""
-        # Each judges its rank without the other nodes: it sees no stacks but that rank's.
+        # Each evaluates its rank without the other nodes: it sees no stacks but that rank's.
         alone = dataclasses.replace(workers, world_size=0)
         for monitor in self._monitors:
             monitor.workers_changed(alone)

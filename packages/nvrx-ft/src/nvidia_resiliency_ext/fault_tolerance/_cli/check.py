@@ -278,7 +278,7 @@ def compare_nodes(
     endpoints.wait_until_reachable(endpoint.host, endpoint.port, wait_s, clock, threading.Event())
     store = stores.connect(endpoint.host, endpoint.port, prefix, secret, wait_s)
 
-    def meet(
+    def exchange(
         topic: str, line: object, count: int, limit_s: float, answer: Callable[[list[str]], object]
     ) -> Any:
         """Return the `answer` of the node that serves to the lines of `count` nodes."""
@@ -304,8 +304,8 @@ def compare_nodes(
 
     me = secrets.token_hex(8)
     try:
-        count = int(meet("reports", [me, asdict(report)], plan.max_nodes, wait_s, len))
-        answer = meet("clocks", [me, time.time()], count, ANSWER_S, compared)
+        count = int(exchange("reports", [me, asdict(report)], plan.max_nodes, wait_s, len))
+        answer = exchange("clocks", [me, time.time()], count, ANSWER_S, compared)
         findings = [Finding(**item) for item in answer]
     except (ValueError, TypeError) as error:
         raise NvrxError(f"another version answers: {error}") from None

@@ -6,7 +6,7 @@ only while a session is open:
 
 1. `initial_heartbeat`: no heartbeat yet since the session began;
 2. `heartbeat`: the last heartbeat is too old;
-3. `section`: an open section is too old; each one is judged on its own. During the first
+3. `section`: an open section is too old; each one is evaluated on its own. During the first
    iterations a timeout named `warmup` stands in for the one of `step`;
 4. `out_of_section`: no section open for too long. Off while section timeouts are configured, none
    is called `warmup`, and `step` was not opened yet: start-up is then not limited.

@@ -70,7 +70,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the store says at one moment, `now` (monotonic s), and what it is judged by."""
+    """What the store says at one moment, `now` (monotonic s), and what it is evaluated by."""
 
     rules: CoordinatorRules
     memory: Memory

@@ -74,7 +74,7 @@ class ResumeState:
     entry: records.Entry
     members: tuple[records.NodeMessage, ...]
     spares: tuple[records.NodeMessage, ...] = ()
-    gone: tuple[records.NodeMessage, ...] = ()  # Last words of nodes that left; none is a spare.
+    gone: tuple[records.NodeMessage, ...] = ()  # Departure notices; none of a spare node.
 
 
 def resume_state_from(messages: tuple[records.NodeMessage, ...]) -> ResumeState | None:

@@ -124,10 +124,10 @@ class PlacementRules:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Who trains and who stands by."""
+    """The nodes that train, spare nodes and excluded nodes."""
 
     active: tuple[Arrival, ...]  # The index is the group rank.
-    standby: tuple[Arrival, ...]  # Numbered on from there, in this order.
+    spare: tuple[Arrival, ...]  # Numbered on from there, in this order.
     excluded: tuple[Arrival, ...]  # Of unhealthy or incomplete replacement groups; numbered last.
     why_excluded: str = ""  # What is wrong with these groups.
 
@@ -202,7 +202,7 @@ def place(
     taken = set(node_by_rank)
     return Placement(
         active=tuple(usable[index] for index in node_by_rank),
-        standby=tuple(one for index, one in enumerate(usable) if index not in taken),
+        spare=tuple(one for index, one in enumerate(usable) if index not in taken),
         excluded=tuple(excluded),
         why_excluded=why,
     )
@@ -251,10 +251,10 @@ def few(texts: Sequence[str], most: int = 8, *, separator: str = ", ") -> str:
 
 
 def summary(placement: Placement) -> str:
-    """Return one line: `4 active: node[001-004]; 1 standby: node007; 1 excluded: node6 (why)`."""
+    """Return one line: `4 active: node[001-004]; 1 spare: node007; 1 excluded: node6 (why)`."""
     parts = [
         _count(placement.active, "active"),
-        _count(placement.standby, "standby"),
+        _count(placement.spare, "spare"),
         _count(placement.excluded, "excluded"),
     ]
     why = placement.why_excluded

@@ -26,14 +26,14 @@ class _Decided:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed(_Decided):
-    """This node has a place in a closed round."""
+class RankAssigned(_Decided):
+    """This node has a rank assignment in a closed round."""
 
     assignment: RankAssignment
 
 
 class SpareNode(_Decided):
-    """The round closed without a place for this node; it waits for the next."""
+    """The round closed without a rank assignment for this node; it waits for the next."""
 
 
 class Opened(_Decided):
@@ -65,7 +65,7 @@ class Lost:
     is_replaced: bool = False
 
 
-SessionEvent = Placed | SpareNode | Opened | Leaves | Hung | Over | Lost
+SessionEvent = RankAssigned | SpareNode | Opened | Leaves | Hung | Over | Lost
 
 
 class NodeSession:
@@ -215,7 +215,7 @@ class NodeSession:
         if assignment is None or assignment.round != entry.round:
             return SpareNode(entry)
         self._assignment = assignment
-        return Placed(entry, assignment)
+        return RankAssigned(entry, assignment)
 
     def open_next(self, round_: int, cause: Cause) -> None:
         """Open the round after `round_`, unless that has happened or the job is over."""

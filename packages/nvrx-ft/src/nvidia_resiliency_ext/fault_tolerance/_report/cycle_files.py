@@ -347,7 +347,7 @@ class CycleInfoReporter:
         if not log_file and self._cycle_log_prefix:
             log_file = cycle_log_file(self._cycle_log_prefix, snapshot.cycle_number)
         nodes, ranks = _in_order(snapshot)
-        standby = [infra.short_host(address) for address in snapshot.standby_node_addrs or ()]
+        spares = [infra.short_host(address) for address in snapshot.standby_node_addrs or ()]
         return self._writer.write_cycle_start(
             job_id=self._job_id,
             attempt_index=self._attempt_index,
@@ -355,7 +355,7 @@ class CycleInfoReporter:
             cycle_start_time=utc_iso_now(),
             cycle_log_file=log_file,
             active_nodes=infra.hostnames_to_slurm_nodelist(nodes),
-            standby_nodes=infra.hostnames_to_slurm_nodelist(standby),
+            standby_nodes=infra.hostnames_to_slurm_nodelist(spares),
             active_ranks=infra.ranks_to_range_str(ranks),
             **_if_set(goes_on=goes_on),
         )

@@ -230,9 +230,9 @@ class EventReporter:
             logger.error("stopping for good, no restart left%s: %s", hint, cause.what)
 
     def _speaks_of(self, cause: Cause) -> bool:
-        """Return whether this node is the one that records a hang which all nodes judged."""
+        """Return whether this node is the one that records a hang that all nodes evaluated."""
         if "limit_words" not in cause.detail:
-            return False  # one monitor judged it alone, and has recorded it
+            return False  # one monitor evaluated it, and has recorded it
         return cause.local_rank is not None or (cause.rank is None and self._rank_offset == 0)
 
     def _show_stacks(self, cause: Cause) -> None:

@@ -27,7 +27,7 @@ READ_BYTES = 1 << 16
 PROBE_BYTES = 4096
 MAX_LINE_BYTES = 1 << 20
 MAX_READS = 16
-LAST_WORDS_S = 1.0
+DRAIN_S = 1.0
 MEGABYTE = 1_000_000
 LOOK_INTERVAL_S = 0.1
 CHUNK_BYTES = 4096  # What a pipe that polls as writable takes without blocking (PIPE_BUF).
@@ -435,8 +435,8 @@ class Tee:
             )
 
     def close(self) -> None:
-        """Copy the rest of every file, unfinished lines too, in `LAST_WORDS_S` at most."""
-        deadline = time.monotonic() + LAST_WORDS_S
+        """Copy the rest of every file, unfinished lines too, in `DRAIN_S` at most."""
+        deadline = time.monotonic() + DRAIN_S
         self._complete(deadline)
         self._take_for_ended()
         self._complete(deadline)

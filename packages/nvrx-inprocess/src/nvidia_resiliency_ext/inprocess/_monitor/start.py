@@ -26,7 +26,7 @@ from nvidia_resiliency_ext.shared_utils.children import start_child
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError, NvrxError
 from nvidia_resiliency_ext.shared_utils.os_utils import lock_file, private_dir, remove_tree_at
-from nvidia_resiliency_ext.shared_utils.rundir import MAX_SOCKET_PATH_BYTES, trusted_places
+from nvidia_resiliency_ext.shared_utils.rundir import MAX_SOCKET_PATH_BYTES, trusted_parents
 from nvidia_resiliency_ext.shared_utils.wire import require_same_user
 
 logger = logging.getLogger("nvrx")
@@ -55,7 +55,7 @@ class NodeDirectory:
         last_error: OSError | None = None
         # The launcher removes its directory also when the monitor was killed.
         launchers = os.path.dirname(environ.get(_LAUNCHER_SOCKET, ""))
-        for parent in trusted_places(environ, launchers):
+        for parent in trusted_parents(environ, launchers):
             directory = cls(os.path.join(parent, name))
             if len(os.fsencode(directory._socket)) <= MAX_SOCKET_PATH_BYTES:
                 try:

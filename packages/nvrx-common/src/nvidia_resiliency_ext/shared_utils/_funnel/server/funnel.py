@@ -150,10 +150,10 @@ class Funnel:
             self._detach_oldest(source, now)
         target = self.queue.targets.get(path)
         if target is None:
-            place = self._roots.locate(path)
+            log_path = self._roots.locate(path)
             if len(self.queue.targets) >= self._options.max_files:
                 self._forget_one()
-            target = Target(path, place, self.queue.cycles.track(path, now))
+            target = Target(path, log_path, self.queue.cycles.track(path, now))
             self.queue.targets[path] = target
         target.users += 1
         source.targets[path] = source.current = target

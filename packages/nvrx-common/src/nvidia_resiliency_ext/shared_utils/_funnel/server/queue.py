@@ -248,7 +248,7 @@ class Queue:
             self.settled.notify_all()
             if self._ready and not self._idle_writers and len(self._writers) < _MAX_WRITERS:
                 self._start_writer()
-        _tell(moved)
+        _notify(moved)
         for path in hanging:
             _logger.warning("writing %r hangs; its data waits", path)
 
@@ -326,7 +326,7 @@ class Queue:
                 self.arrange(target, time.monotonic())
 
     def _open_log(self, target: Target) -> LogFile:
-        target.log = LogFile(self._roots, target.place)
+        target.log = LogFile(self._roots, target.log_path)
         with self.lock:
             self.open[target] = None
             if len(self.open) > self._options.max_open_files:
@@ -384,7 +384,7 @@ class Queue:
             self.settled.notify_all()
         if error is not None:
             _logger.info("%r can be written again", target.path)
-        _tell(moved)
+        _notify(moved)
         return goes_on
 
     def _on_error(self, target: Target, error: OSError) -> None:
@@ -400,7 +400,7 @@ class Queue:
         if is_new:
             why = error.strerror or error
             _logger.error("%r cannot be written: %s; its data waits", target.path, why)
-        _tell(moved)
+        _notify(moved)
 
     def _on_unsafe(self, target: Target, error: OSError) -> None:
         reason = f"not a place for a log: {target.path!r}: {error.strerror or error}"
@@ -421,10 +421,10 @@ class Queue:
                 moved.add(pending.source)
             self._release(target)
             moved.update(self._grant())
-        _tell(moved)
+        _notify(moved)
 
 
-def _tell(sources: Iterable[Source]) -> None:
+def _notify(sources: Iterable[Source]) -> None:
     """Tell connections that their sources moved; with no lock held."""
     for source in sources:
         source.on_progress(source)

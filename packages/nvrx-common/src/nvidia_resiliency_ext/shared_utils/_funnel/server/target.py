@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from .chunks import NEWLINE_BYTE, Refusal
 from .cycles import CycleFile
-from .files import IOV_MAX, LogFile, Piece, Place
+from .files import IOV_MAX, LogFile, LogPath, Piece
 
 _BATCH_BYTES = 4 << 20
 _CAREFUL_BATCH_BYTES = 64 << 10
@@ -26,7 +26,7 @@ class Target:
     """One log."""
 
     path: str  # as the sender named it
-    place: Place
+    log_path: LogPath
     cycle: CycleFile | None
     waiting: deque[Pending] = field(default_factory=deque)  # not in the file, in order
     held_bytes: int = 0  # of the messages of `waiting`

@@ -182,7 +182,7 @@ class ExchangeWorker:
     def close(self) -> bool:
         """End the thread and the connections to other ranks.
 
-        A thread that waits for a rank that never comes is left behind, with its connections: to
+        A thread that waits for a rank that never comes is abandoned, with its connections: to
         close them would wait for the collective. False then, and in a forked child, whose parent
         has the thread and the connections.
         """
