@@ -469,7 +469,7 @@ class RankMonitorClient(HotPath):
             self._dump_fd = -1
 
     def _disown(self) -> None:
-        """In a forked child: refuse every call from now on, and let go of what is the parent's."""
+        """Refuse every further call in a forked child, and release the parent's connection."""
         self._stop()
         self._is_foreign = True
         self._lock = threading.Lock()  # another thread may have held the parent's at the fork

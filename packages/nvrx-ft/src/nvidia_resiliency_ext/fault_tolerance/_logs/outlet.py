@@ -217,7 +217,7 @@ class Outlet:
             return self._backlog.memory_bytes
 
     def end(self, target: Target) -> None:
-        """Nothing follows to a log: it is closed when all of it is written."""
+        """Close a log, to which nothing follows, when all of it is written."""
         with self._lock:
             target.has_ended = True
             self._schedule(target)

@@ -121,7 +121,7 @@ class RankLink:
             self.sock = None
 
     def disown(self) -> None:
-        """In a forked child: drop the inherited socket without a word to the monitor."""
+        """Drop the inherited socket in a forked child; send the monitor nothing."""
         self._closing.set()
         sock, self.sock, self._thread = self.sock, None, None
         if sock is not None:

@@ -94,7 +94,7 @@ class RankPort:
         )
 
     def next_wake(self) -> float | None:
-        """When `tick` has something to do, on the monotonic clock."""
+        """Return the monotonic time at which `tick` must run next, or None."""
         times = [self.lines.next_check, self._refusals.next_check]
         if self.session is not None:
             times.append(self.session.wake_at)

@@ -140,7 +140,7 @@ class Entry:
         return self.next(by, Phase.OVER, self.round, reason=reason, cause=cause)
 
     def follows(self, before: Entry) -> bool:
-        """Whether it says anything that `before` does not: a round taken up may say the same."""
+        """Return whether this entry decides more than `before`; that of a resumed round may not."""
         return self._says() != before._says()
 
     def _says(self) -> tuple[object, ...]:

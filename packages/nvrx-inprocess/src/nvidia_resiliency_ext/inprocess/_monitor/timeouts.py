@@ -161,7 +161,7 @@ class Ring:
         self._nodes = {node_id: frozenset(ranks) for node_id, ranks in nodes.items()}
 
     def covers(self, ranks: Collection[int]) -> bool:
-        """Whether the node of each of the ranks is known."""
+        """Return whether the node of each of the ranks is known."""
         return self._known.issuperset(ranks)
 
     def unknown(self, ranks: Collection[int], now: float) -> list[int]:
