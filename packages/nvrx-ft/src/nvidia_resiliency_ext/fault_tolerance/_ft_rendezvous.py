@@ -35,7 +35,7 @@ class RendezvousTimeout(Timeouts):
 
 @dataclass(frozen=True)
 class RendezvousSettings:
-    """What a job's rendezvous goes by; the same on all nodes.
+    """Settings of a job's rendezvous, the same on all nodes.
 
     Args:
         run_id: The job's name.
@@ -93,7 +93,7 @@ class FtRendezvousHandler(StoreRendezvousHandler):
 
     @property
     def settings(self) -> RendezvousSettings:
-        """What the rendezvous goes by."""
+        """Return the settings of this rendezvous."""
         return self._settings
 
     def num_nodes(self) -> int:

@@ -101,7 +101,7 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 
 
 class _Version(argparse.Action):
-    """Prints what the self-check finds about packages, and leaves."""
+    """Print the self-check's findings about packages, and exit."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:  # noqa: A002  # argparse names it so
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)

@@ -503,7 +503,7 @@ def _write_state(
 def _read_state(
     state: Mapping[str, Any],
 ) -> tuple[HeartbeatTimeouts | None, SectionTimeouts | None]:
-    """Return what `_write_state` wrote; TypeError: a part has fields that timeouts lack."""
+    """Restore the timeouts from the state of `_write_state`; TypeError: unknown fields."""
     heartbeat, section = state.get("heartbeat"), state.get("section")
     return (
         None if heartbeat is None else HeartbeatTimeouts(**heartbeat),

@@ -121,7 +121,7 @@ def _fields(line: str, count: int, command: str) -> list[str]:
 
 
 def _ask(command: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return what a command of Slurm prints."""
+    """Run a command of Slurm and return its output."""
     try:
         done = subprocess.run(
             command,

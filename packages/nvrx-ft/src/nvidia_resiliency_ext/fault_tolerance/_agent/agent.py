@@ -453,7 +453,7 @@ class NodeAgent:
 
 
 def _message_of(error: exceptions.ErrorFile | None) -> str | None:
-    """Return what an exception says that has ended a worker for certain, else None."""
+    """Return the message of an exception that certainly ended its worker, else None."""
     return error.message if error is not None and error.is_last else None
 
 

@@ -86,7 +86,7 @@ class StoreEndpoint:
 
     @property
     def where(self) -> str:
-        """Who serves the store and where, for people who look for a wrong address."""
+        """Describe in words which launcher serves the store, and at which address."""
         if not self.is_here:
             return f"another launcher serves the store at {self.address}"
         return f"this launcher serves the store at {self.address}, on address {self.served_at}"
@@ -114,7 +114,7 @@ def find_endpoint(plan: LaunchPlan) -> StoreEndpoint:
 
 
 def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> CoordinatorRules:
-    """Return what the rendezvous host decides by. Raises ConfigError."""
+    """Return the rules by which the coordinator places nodes and restarts. Raises ConfigError."""
     config, conf = plan.fault_tol_cfg, plan.rdzv_configs
     elastic = agreement.is_elastic(plan.restart_policy, plan.rdzv_impl)
     last_call_s = LEGACY_LAST_CALL_S if elastic else LAST_CALL_S
@@ -312,7 +312,7 @@ class StoreConnector:
 
 
 def _fetch_log_token(store: stores.JobStore, records: CycleRecords, wait_s: float) -> None:
-    """Fetch what the host says of log servers, before it decides anything.
+    """Fetch the coordinator's message about log servers, which precedes its decisions.
 
     Always read: who has another secret is refused by it before it writes anything itself.
     """

@@ -190,7 +190,7 @@ class SharedMonitor:
         return {index: view.save_calls for index, view in views.items() if view is not None}
 
     def _view(self, index: int) -> SlotView | None:
-        """Return what a slot shows, or None: it has the last session's until the next one opens."""
+        """Return the content of a rank's slot; None while it is still that of an earlier cycle."""
         handle = self._handle
         if index >= len(handle.slots):
             return None

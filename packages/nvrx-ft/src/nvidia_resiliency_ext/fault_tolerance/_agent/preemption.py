@@ -118,7 +118,7 @@ class PreemptionController:
             self._loop.call_at(self._clock.monotonic() + SETTLE_S, self._report)
 
     def cycle_begins(self) -> None:
-        """Forget what the ranks of an earlier cycle were asked."""
+        """Withdraw the request to save that the ranks of an earlier cycle received."""
         if self._has_word:
             self._has_word = self._is_asked = False
             self._job.monitor.save(0)

@@ -32,7 +32,7 @@ _LAST_CALL_WHERE_ALL_WORK_S = 30
 
 @dataclass
 class LaunchConfig:
-    """What `elastic_launch` is to start.
+    """Describe the job that `elastic_launch` starts.
 
     Args:
         min_nodes: Nodes without which the job does not start.

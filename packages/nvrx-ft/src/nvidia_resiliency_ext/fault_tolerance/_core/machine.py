@@ -45,7 +45,7 @@ class Phase(enum.Enum):
 
 
 class Outcome(enum.Enum):
-    """What follows once the workers are stopped."""
+    """Next action of a node once its workers are stopped."""
 
     RESTART = "restart"
     FAIL = "fail"

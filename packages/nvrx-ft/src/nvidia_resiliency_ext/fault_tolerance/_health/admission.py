@@ -389,7 +389,7 @@ class AdmissionCheck:
         begin()
 
     def shut(self) -> None:
-        """Forget who wants to start: there is another decision by now."""
+        """Drop the pending start of workers, which another decision replaced."""
         self._starting = None
         self._cancel_pause()
 

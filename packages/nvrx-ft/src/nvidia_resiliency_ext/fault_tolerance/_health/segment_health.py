@@ -98,7 +98,7 @@ def read_denylist(directory: str, unit: Unit) -> DenylistEntry | None:
 
 
 def _content(path: str) -> bytes | None:
-    """Return what a file says, None where it is missing or cannot be used."""
+    """Return a file's content; None where it is missing or cannot be used."""
     try:
         return read_regular_file(path, MAX_FILE_BYTES, follows_symlink=True)
     except FileNotFoundError:

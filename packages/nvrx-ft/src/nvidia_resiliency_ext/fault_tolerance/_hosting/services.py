@@ -53,7 +53,7 @@ def token_file(environ: Mapping[str, str], job_token_file: str | None, run_dir: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServicesPlan:
-    """What the host of a job runs beside the store; a launch plan says that, too."""
+    """Name the services that run beside the store; a launch plan can stand for it."""
 
     fault_tol_cfg: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
     logs: LogPlan = field(default_factory=LogPlan)
@@ -212,7 +212,7 @@ class CoordinatorServices:
             watch.close(asks=not job_goes_on)
 
     def end_cycle_info(self, *, job_goes_on: bool = False) -> None:
-        """Write what is known of cycles, for 2 s at most; an open one ends, or the job goes on."""
+        """Write pending cycle files, for 2 s at most; end an open cycle unless the job goes on."""
         reporter, self._reporter = self._reporter, None
         if reporter is not None:
             reporter.shutdown(ends_cycle=not job_goes_on)
@@ -231,7 +231,7 @@ class CoordinatorServices:
 
 
 def evidence_of(cause: Cause | None) -> tuple[str, ...]:
-    """Return what launchers saw of a fault, as lines of a log: workers do not write of it."""
+    """Return a fault as log lines (signal, exit code, hang), which no worker's log holds."""
     if cause is None:
         return ()
     if cause.detected_by == "monitor":

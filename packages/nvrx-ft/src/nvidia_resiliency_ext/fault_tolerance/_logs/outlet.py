@@ -223,7 +223,7 @@ class Outlet:
             self._schedule(target)
 
     def close(self, timeout_s: float) -> bool:
-        """Write what is left, trying until the time is up; say whether all of it was written."""
+        """Write all remaining lines within `timeout_s`; return whether all of them were written."""
         self._closes_at = time.monotonic() + timeout_s
         self._loop.post(self._end_all)
         self._thread.join(timeout_s + _FIRST_RETRY_S)
@@ -235,7 +235,7 @@ class Outlet:
         return not self._unwritten
 
     def _schedule(self, target: Target) -> None:
-        """Give a log a turn behind the others, unless it has one to come."""
+        """Queue a log behind the others, unless it is queued."""
         if not target.is_scheduled:
             target.is_scheduled = True
             self._loop.post(lambda: self._turn(target))
@@ -285,7 +285,7 @@ class Outlet:
                 self._schedule(target)
 
     def _write(self, target: Target) -> float | None:
-        """Write what a log was given; return when to try again where that fails."""
+        """Write a log's pending bytes; return when to try again after a failure."""
         try:
             if target.file is None:
                 target.file = self._open_log(target.path)

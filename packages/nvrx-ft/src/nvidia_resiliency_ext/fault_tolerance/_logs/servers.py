@@ -145,7 +145,7 @@ class LogServers:
         child.close()
 
     def stop(self, *, at_once: bool = False) -> None:
-        """End them, leaves first, each within its time; what they have is written."""
+        """End the log servers, leaves first, each within its time; each writes its lines."""
         self._is_stopping = True
         left_s = self._nodes_are_back_at - self.clock.monotonic()
         running = [(server, server.child) for server in self._servers if server.child is not None]

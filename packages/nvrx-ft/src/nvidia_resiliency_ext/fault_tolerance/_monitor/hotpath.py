@@ -312,7 +312,7 @@ class HotPath:
                 words[slot.W_FIRST_ITERATION] = iteration
 
     def _flush(self, calc: TimeoutsCalc) -> None:
-        """Put the figures into `calc` as if it had got every event."""
+        """Transfer the measured times to `calc` as if it had received every event."""
         with self._lock:
             if self._heartbeat_first:
                 if calc.count == 0:

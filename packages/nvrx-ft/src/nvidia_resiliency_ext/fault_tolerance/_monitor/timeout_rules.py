@@ -94,7 +94,7 @@ def next_look(view: SlotView, limits: Mapping[str, Any], session_start: float, n
 
 
 def _running(view: SlotView, limits: Mapping[str, Any], session_start: float) -> Iterator[Verdict]:
-    """Yield every limit that is running now, as the verdict it will be when it expires."""
+    """Yield a verdict for every running limit, as it will hold when that limit expires."""
     start = view.session_start or session_start
     sections_s = limits[_SECTIONS]
 

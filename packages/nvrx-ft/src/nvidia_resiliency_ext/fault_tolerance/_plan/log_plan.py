@@ -116,7 +116,7 @@ def agreed_on_logs(logs: LogPlan) -> dict[str, str]:
 
 
 def stream_warnings(plan: LogPlan, args: argparse.Namespace) -> list[str]:
-    """Return what should be said once about what has no effect."""
+    """Return a warning that names the output flags without effect in this plan."""
     filters = [name for name in _FILTERS if getattr(args, name)]
     if plan.applog_prefix is not None:
         choices = (("redirects", "0"), ("tee", "0"), ("local_ranks_filter", ""))

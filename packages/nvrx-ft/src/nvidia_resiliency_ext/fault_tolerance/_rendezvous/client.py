@@ -327,7 +327,7 @@ class NodeClient:
         self.confirmed_at = sent_at
 
     def _differences(self, store: JobStore) -> str:
-        """Leave this launcher's settings if it is the first; say how they differ from others'."""
+        """Publish this launcher's settings if none are there; describe how others' differ."""
         of_control = store.peek(keys.CONTROL_SETTINGS)
         self._is_controlled = of_control is not None
         own, host = self._settings.must_agree, self._settings.arrival.host
@@ -337,7 +337,7 @@ class NodeClient:
         return f"launchers were started differently: {'; '.join(different)}" if different else ""
 
     def _first_settings(self, store: JobStore) -> dict[str, str]:
-        """Leave this launcher's settings if it is the first; return those of the first one.
+        """Publish this launcher's settings if none are there; return those of the first launcher.
 
         Raises ForeignValueError: this launcher has another token than the job.
         """

@@ -93,7 +93,7 @@ def check_texts(node: Arrival) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRules:
-    """What the job wants; the same on all nodes. Raises ValueError: it can never be fulfilled."""
+    """The job's demands on nodes, the same on all. Raises ValueError: they can never be met."""
 
     min_nodes: int  # How many nodes train; with `elastic` the fewest.
     max_nodes: int  # With `elastic` the most; more may arrive and stand by.
@@ -148,7 +148,7 @@ class NotEnough:
 def place(
     nodes: Iterable[Arrival], rules: PlacementRules, unhealthy_groups: Collection[str] = frozenset()
 ) -> Placement | NotEnough:
-    """Return who is active, with which rank; the order of `nodes` does not matter.
+    """Assign group ranks to active nodes; the order of `nodes` does not matter.
 
     Raises PlacementError: two nodes claim one place, or a node lacks what segments need.
     """

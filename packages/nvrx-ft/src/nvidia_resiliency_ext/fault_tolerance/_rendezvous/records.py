@@ -43,7 +43,7 @@ class Phase(enum.Enum):
 
 
 class WorkerState(enum.Enum):
-    """What a node says of its workers; UNKNOWN is said of a node that is lost."""
+    """State of a node's workers as the node reports it; UNKNOWN stands for a lost node."""
 
     HEALTHY = "healthy"
     UNHEALTHY = "unhealthy"
@@ -53,7 +53,7 @@ class WorkerState(enum.Enum):
 
 
 class Kind(enum.Enum):
-    """What a message to the rendezvous host is about."""
+    """Subject of a message to the coordinator."""
 
     ARRIVED = "arrived"
     STATE = "state"

@@ -189,7 +189,7 @@ class NodeSession:
         return None if entry.hang else self._part_in(entry)
 
     def _part_taken_up(self, entry: Entry, before: Entry) -> SessionEvent | None:
-        """Return what a closed round of another host means, after that closed one of the lost."""
+        """Return this node's event after a new coordinator took up the closed round `before`."""
         if not self._works_in(before):
             return None if entry.round == before.round else SpareNode(entry)
         if self._works_in(entry) and self._read_assignment() == self._assignment:
@@ -204,7 +204,7 @@ class NodeSession:
         return None if text is None else records.decode(RankAssignment, text)
 
     def _leaves(self, entry: Entry) -> Leaves | None:
-        """Return what a round that is left means for this node: nothing for a spare."""
+        """Return the event that ranks must save and leave; None for a spare node."""
         return Leaves(entry) if self._works_in(entry) else None
 
     def _works_in(self, entry: Entry) -> bool:
@@ -271,7 +271,7 @@ class NodeSession:
             self._said[message.kind] = message
 
     def _say_it_is_there(self, round_: int) -> None:
-        """Tell another host of a closed round that it has this node as a spare, or has it not."""
+        """Announce this node, as a spare or as left, to a new coordinator of a closed round."""
         if self._left is not None or self._arrival is not None:
             arrived = NodeMessage(Kind.ARRIVED, self.node, arrival=self._arrival)
             self._append(self._left or arrived, round_)

@@ -250,7 +250,7 @@ class EventReporter:
         self.record_phase("stop", self._durations()["stop_s"])
 
     def node_checked(self, results: Iterable[health_check.HealthResult]) -> None:
-        """Record what health checks found: failures, and what differs from the time before."""
+        """Record failed health checks, and checks whose result changed since the last time."""
         for result in results:
             word = _HEALTH_WORDS[result.status]
             if result and self._health.get(result.name) == word:
@@ -292,12 +292,12 @@ class EventReporter:
         log("job ended with exit code %d: %s (%s)", exit_code, result, restarts)
 
     def record_phase(self, name: str, seconds: float | None) -> None:
-        """Record how long a part of a restart took; nothing where it did not happen."""
+        """Record the duration of a phase of a restart; None records nothing."""
         if seconds is not None:
             self._record(events.Phase(name=name, dur_s=seconds))
 
     def _record_at(self, at: float, event: events.Event, local_rank: int) -> None:
-        """Record what happened at `at` (monotonic s) and was learned later."""
+        """Record an event that happened at `at` (monotonic s) and was noticed later."""
         self.log.record(
             event,
             cycle=self._cycle,

@@ -45,7 +45,7 @@ class Failure:
 
     @property
     def time(self) -> float:
-        """When it failed, as exactly as is known (unix s)."""
+        """Return the time of the failure (unix s): the worker's own, else when it was noticed."""
         if self.error is not None and self.error.timestamp is not None:
             return self.error.timestamp
         return self.seen_at

@@ -118,7 +118,7 @@ def plan_from_config(
 
 
 def _log_settings(specs: object) -> plans.LogSettings:
-    """Return what log specifications say. Raises ValueError: they are none."""
+    """Convert `logs_specs` to log settings. Raises ValueError: of an unknown type."""
     if specs is None:
         return plans.LogSettings()
     if isinstance(specs, plans.LogSettings):
@@ -262,7 +262,7 @@ def launch_agent(
 
 
 def _binding(config: LaunchConfig) -> Sequence[tuple[str, ...]]:
-    """Return what `numa_options` asks for: torch's object or the name of a mode."""
+    """Return the binding words of each rank for `numa_options`: torch's object or a mode's name."""
     options = config.numa_options
     if options is None:
         return ()

@@ -252,7 +252,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
             raise
 
     def handle_control_requests_from_rank(self) -> None:
-        """Do what ranks have asked for since the last call.
+        """Carry out the requests of ranks since the last call.
 
         Raises:
             UnhealthyNodeException: a rank excluded this node, which has left now.

@@ -81,7 +81,7 @@ class WorkerOutput:
 
 @dataclass(frozen=True, slots=True)
 class OutputSettings:
-    """What the flags asked for. Bits of a Std value: 1 = stdout, 2 = stderr."""
+    """Output options of a launch. Bits of a Std value: 1 = stdout, 2 = stderr."""
 
     redirects: Mapping[int, int]
     tee: Mapping[int, int]
@@ -325,7 +325,7 @@ class _Followed:
 
 
 class Tee:
-    """Copies what workers append to their files to the launcher's own streams and other files.
+    """Copy appended lines of workers' files to the launcher's streams and other files.
 
     A console that does not read holds up the copy alone: what it did not take stays in the files.
     One thread only.
@@ -366,7 +366,7 @@ class Tee:
             self._again()
 
     def look(self) -> float | None:
-        """Copy what is new; return seconds after which to look again, None: when a file grew."""
+        """Copy new lines; return the seconds until the next look, None: when a file has grown."""
         self._notices.clear()
         waits = [self._copy(followed, is_ended=True) for followed in list(self._ended)]
         # What ranks wrote before a restart comes before what they wrote after it.
@@ -412,7 +412,7 @@ class Tee:
         self._has_unnoticed = False
 
     def _complete(self, deadline: float) -> None:
-        """Copy what the console takes of ended files until the deadline, and let go of them."""
+        """Copy the rest of ended files to the console until the deadline, and forget the files."""
         missing = {}
         for followed in list(self._ended):
             while followed.show(max(0.0, deadline - time.monotonic())) and followed.read():

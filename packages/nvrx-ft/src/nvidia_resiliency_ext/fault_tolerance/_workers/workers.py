@@ -42,7 +42,7 @@ STILL_IMPORTING = "its standby was still importing"
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What one worker is to be: its command, whole environment and streams."""
+    """Command, whole environment and streams of one worker to be started."""
 
     local_rank: int
     rank: int
