@@ -117,7 +117,7 @@ class Recommendation:
 
 @dataclass(frozen=True, slots=True)
 class LogReply:
-    """What a client needs of the reply to ``GET /logs``.
+    """Fields that a client needs of the reply to ``GET /logs``.
 
     Attributes:
         status: ``pending``, ``in_flight``, ``completed`` or ``failed``; empty when unknown.

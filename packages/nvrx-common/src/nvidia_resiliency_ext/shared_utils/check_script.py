@@ -170,7 +170,7 @@ class _Uses(ast.NodeVisitor):
         return None
 
     def _resolve(self, node: ast.expr) -> Any:
-        """Return what an expression of dotted names stands for, None if that is unknown."""
+        """Return the object that an expression of dotted names denotes; None if it is unknown."""
         if not isinstance(node, ast.Attribute | ast.Name):
             return None
         known = self._known.get(ast.unparse(node))

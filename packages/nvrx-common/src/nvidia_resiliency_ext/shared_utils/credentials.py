@@ -69,7 +69,7 @@ def is_loopback(host: str) -> bool:
 
 
 class _ChangingFile:
-    """What the file at `path`, which errors call `name`, holds now; for all threads."""
+    """The present content of the file at `path`, named `name` in errors; for all threads."""
 
     _default_name = "file"
 
@@ -92,7 +92,7 @@ class _ChangingFile:
         return self._value
 
     def _signature(self) -> tuple[int, ...] | None:
-        """Return what differs when the file does; None while there is none."""
+        """Return a signature that changes with the file; None while there is none."""
         try:
             found = os.stat(self.path)
         except (OSError, ValueError):
@@ -146,7 +146,7 @@ class PemFile(_ChangingFile):
     _default_name = "TLS file"
 
     def read(self) -> bytes:
-        """Return what the file holds now."""
+        """Return the present content of the file."""
         return self._current()
 
     def _load(self) -> bytes:

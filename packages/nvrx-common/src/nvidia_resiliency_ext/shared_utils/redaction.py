@@ -265,7 +265,7 @@ class _Redaction:
         return value
 
     def member(self, name: str, value: object) -> object:
-        """Redact what has a name; all that lies within a secret is secret."""
+        """Redact a named value; all values within a secret one are secret."""
         if not is_secret_name(name) or value is None or isinstance(value, bool):
             return self.value(value)
         if isinstance(value, dict):
@@ -288,7 +288,7 @@ class _Redaction:
         return self.cut_off_keys(text) if _KEY_END.search(text) else text
 
     def cut_off_keys(self, text: str) -> str:
-        """Redact what is left of keys whose first lines are not there."""
+        """Redact the remaining lines of keys whose first lines are missing."""
         kept: list[str] = []
         for line in text.split("\n"):
             ended, count = _KEY_END.subn(REDACTED, line)

@@ -137,7 +137,7 @@ class RunDir:
         return path
 
     def remove(self) -> None:
-        """Remove it with all that is in it; harmless when it is gone or another has its name.
+        """Remove the directory with its content; harmless when it is gone or was replaced.
 
         Raises:
             OSError: Something in it cannot be removed.

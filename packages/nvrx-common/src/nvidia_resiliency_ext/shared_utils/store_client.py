@@ -162,7 +162,7 @@ class StoreClient:
 
     @staticmethod
     def has_extended_api() -> bool:
-        """Say that it can append."""
+        """Return True: this client can append."""
         return True
 
     def clone(self) -> StoreClient:

@@ -194,7 +194,7 @@ class NodeFile:
         self.fd = -1
 
     def _look(self) -> int:
-        """Return what is at the descriptor: a program may have closed it and reused its number."""
+        """Return whose file the descriptor is: a program may have closed and reused the number."""
         if self.fd < 0:
             return _FOREIGN
         try:

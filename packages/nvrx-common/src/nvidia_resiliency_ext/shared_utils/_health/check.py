@@ -28,7 +28,7 @@ _logged: dict[str, object] = {}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found, before it is named and timed.
+    """Finding of a check, without its name and duration.
 
     Attributes:
         status: ``skipped`` where there was nothing to look at; that is not a failure.
@@ -45,7 +45,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class HealthResult:
-    """What one health check found; false only when it is unhealthy.
+    """Result of one health check; false only when it is unhealthy.
 
     Attributes:
         name: The check, as the command line names it.

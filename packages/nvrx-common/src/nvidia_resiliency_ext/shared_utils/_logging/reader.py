@@ -132,7 +132,7 @@ _FIRST_OF_MANY = 0xC0
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What was read of one file."""
+    """Bytes read of one file."""
 
     data: bytes  # at most ``CHUNK_BYTES``
     end: int  # offset of the end of the data in the file
@@ -215,7 +215,7 @@ class Source:
         self.time = int(match["time"]) if match else 0
 
     def position(self) -> FilePosition:
-        """Return what is to be known of it after a crash."""
+        """Return the file's position, from which reading goes on after a crash."""
         return FilePosition(self.inode, self.offset, self.after, *self.head)
 
 
@@ -287,7 +287,7 @@ class Sources:
         return Read(data, read_to, has_more, is_settled, self.is_over(source))
 
     def reread(self, source: Source) -> bytes:
-        """Read again what a batch had of a file."""
+        """Read again the part of a file that the last batch holds."""
         with self._opened(source) as fd:
             return os.pread(fd, source.after - source.offset, source.offset)
 

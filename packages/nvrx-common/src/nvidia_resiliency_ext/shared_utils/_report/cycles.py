@@ -211,7 +211,7 @@ def _hosts(timed_events: Sequence[TimedEvent]) -> tuple[str, ...]:
 
 
 def _cycles(timed_events: Sequence[TimedEvent], end: float) -> list[Cycle]:
-    """Join what the nodes say about each cycle: it lasts from its first start to its last end."""
+    """Build each cycle from the records of all nodes, from the first start to the last end."""
     begun: dict[tuple[int, int], list[TimedEvent]] = defaultdict(list)
     ended: dict[tuple[int, int], list[TimedEvent]] = defaultdict(list)
     for event in timed_events:
@@ -269,7 +269,7 @@ def _fault(event: TimedEvent, cycle: Cycle) -> FaultNote:
 
 
 def inprocess_restarts(events: Sequence[TimedEvent]) -> list[list[TimedEvent]]:
-    """Return what was recorded of each in-process restart; every rank may report it."""
+    """Group the events of each in-process restart; every rank may report it."""
     groups: dict[tuple[int | None, int, int], list[TimedEvent]] = defaultdict(list)
     counts: Counter[tuple[int | None, int, int | None]] = Counter()
     for event in events:

@@ -106,7 +106,7 @@ def _end_of(path: str) -> str:
 
 
 def _job_note(job_id: str, files: Sequence[EventFile]) -> str:
-    """Tell one of several jobs: when it was, how it ended, and in which files it stands."""
+    """Return a note on one of several jobs: its time, its result and its files."""
     part = [file for file in files if file.header.get("job_id") == job_id]
     own = gather(part)
     when = f"{clock_time(own[0].at)} to {clock_time(own[-1].at)}" if own else "nothing recorded"

@@ -145,7 +145,7 @@ def _wrap(line: str, width: int) -> list[str]:
 
 
 def draw(timeline: Timeline, width: int, height: int, now: float) -> str:
-    """Return what draws the present state over the one before."""
+    """Return the terminal output that draws the report over the previous one."""
     ago = duration(max(0.0, now - timeline.end))
     state = "ended" if timeline.is_ended else "running"
     head = f"{clock_time(now)}  {state}, last event {ago} ago  (Ctrl-C ends this view)"
@@ -218,7 +218,7 @@ def follow(
 
 
 def _state(paths: Sequence[str]) -> tuple[tuple[str, int, int], ...]:
-    """Return what tells that a record has grown."""
+    """Return names, sizes and times of the record's files, which differ when it has grown."""
     found = []
     for path in paths:
         names = [path]
@@ -246,7 +246,7 @@ def _next(
 
 
 def _show(before: Timeline | None, timeline: Timeline, width: int, *, is_terminal: bool) -> bool:
-    """Show what is new, and tell whether somebody reads it."""
+    """Print new lines, or redraw the terminal; return whether anybody reads the output."""
     if is_terminal:
         lines = get_terminal_size((100, 40)).lines
         return write_out(draw(timeline, width or terminal_width(), lines, time.time()))

@@ -109,7 +109,7 @@ class Cycle:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """What one restart cost. ``down_s`` is from the fault's onset to the next productive second."""
+    """Cost of one restart. ``down_s`` is from the fault's onset to the next productive second."""
 
     at: float
     layer: str
@@ -134,7 +134,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """What was saved and loaded; one checkpoint of many ranks counts once."""
+    """Numbers of saved and loaded checkpoints; one checkpoint of many ranks counts once."""
 
     saved: int = 0
     failed: int = 0
@@ -165,7 +165,7 @@ class Remark:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What happened to a job and where its time went. Times are seconds since the epoch."""
+    """History of a job and accounting of its time. Times are seconds since the epoch."""
 
     job_id: str = ""
     is_of_many_jobs: bool = False
@@ -305,7 +305,7 @@ def restart_line(restart: Restart, faults: Iterable[FaultNote] = ()) -> str:
 
 
 def both(what: str, detail: str) -> str:
-    """Return what happened with its detail, unless one of them holds the other."""
+    """Return `what (detail)`, or only one of the two if it contains the other."""
     if not detail or detail in what:
         return what
     return detail if what in detail else f"{what} ({detail})"

@@ -141,7 +141,7 @@ class Stream:
         return 0.0 if self.is_urgent else max(0.0, self._next_batch_at - now)
 
     def rewind(self) -> None:
-        """Send again what was sent and not confirmed: the connection broke."""
+        """Send all unconfirmed chunks again: the connection broke."""
         self._sent = 0
 
     def confirm(self, seq: int) -> bool | None:

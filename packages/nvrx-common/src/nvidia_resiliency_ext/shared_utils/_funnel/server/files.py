@@ -30,7 +30,7 @@ _SUFFIX = ".nvrx-acks"
 
 @dataclass(slots=True)
 class Ledger:
-    """What a ledger says about its log: each stream's last number in it, who wrote it last."""
+    """Content of a ledger: the last number of each stream in the log, and the last writer."""
 
     seqs: dict[str, int] = field(default_factory=dict)
     cut_log_to: int | None = None  # it ends inside a batch
@@ -70,7 +70,7 @@ def encode_all(size: int, seqs: dict[str, int]) -> bytes:
 
 
 def read_ledger(data: bytes, log_size: int) -> Ledger:
-    """Return what a ledger says about a log of that size, passing over lines that are no records.
+    """Return a ledger's statement about a log of that size; lines that are no records are ignored.
 
     A batch is written only after its record is whole.
     """

@@ -220,7 +220,7 @@ class Funnel:
         self.queue.arrange(target, now)
 
     def _grant(self) -> list[Source]:
-        """Let in what has space now, first come first served; return whom to tell."""
+        """Accept waiting chunks that have space now, in order; return the sources to notify."""
         moved: list[Source] = []
         if not self._waiting:
             return moved

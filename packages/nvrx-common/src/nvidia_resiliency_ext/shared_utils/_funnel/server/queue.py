@@ -74,7 +74,7 @@ class FunnelOptions:
 
 
 class Queue:
-    """What waits for files, and the threads that write it. `lock` guards every field.
+    """Chunks that wait to be written, and the writer threads. `lock` guards every field.
 
     A target is with one writer at a time; files are opened, written and closed without the lock.
     There are two writers as long as they come along, and one more whenever all hang. All threads
@@ -154,7 +154,7 @@ class Queue:
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def arrange(self, target: Target, now: float) -> None:
-        """Have what waits for a target written, now or when enough time has passed; locked."""
+        """Schedule a write of a target's chunks, now or when enough time has passed; locked."""
         if target in self.working or target.error is not None:
             return
         is_enough = self._is_enough(target)
@@ -286,7 +286,7 @@ class Queue:
                 self._on_error(target, OSError(f"{type(error).__name__}: {error}"))
 
     def _serve(self, target: Target) -> None:
-        """Write what waits for a target; in a writer's thread, which alone has it."""
+        """Write the waiting chunks of a target; in a writer's thread, which alone has it."""
         while True:
             with self.lock:
                 self.working[target] = time.monotonic()
@@ -425,7 +425,7 @@ class Queue:
 
 
 def _notify(sources: Iterable[Source]) -> None:
-    """Tell connections that their sources moved; with no lock held."""
+    """Notify connections of the progress of their sources; with no lock held."""
     for source in sources:
         source.on_progress(source)
 
