@@ -53,7 +53,7 @@ def exported_ranks_restored() -> Iterator[None]:
 
 
 def export_ranks(rank: int, world_size: int) -> None:
-    """Set what `torch.distributed` reads at its start."""
+    """Set RANK and WORLD_SIZE, which `torch.distributed` reads at its start."""
     os.environ["RANK"] = str(rank)
     os.environ["WORLD_SIZE"] = str(world_size)
 

@@ -189,7 +189,7 @@ class MonitorProcess:
         self._page.disable_timeouts()
 
     def enable_timeouts(self) -> None:
-        """Close it."""
+        """Close the block without timeouts."""
         self._page.enable_timeouts()
 
     def shutdown(self) -> None:

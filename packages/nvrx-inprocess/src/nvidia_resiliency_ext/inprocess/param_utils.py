@@ -72,7 +72,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def scope_of(function: Callable[..., Any]) -> dict[str, object]:
-    """Return what names mean in the annotations of a function."""
+    """Return the names that a function's annotations can use, with their objects."""
     inner = _plain_function(function)
     if inner is None:
         return {}

@@ -166,7 +166,7 @@ class CallLoop:
 
     @property
     def _is_child(self) -> bool:
-        """Whether this process was forked in the function, so that it is no rank."""
+        """Return whether this process was forked in the function, and is no rank."""
         return os.getpid() != self._pid
 
     def _assign(self, terminated: set[int]) -> None:
@@ -462,7 +462,7 @@ class CallLoop:
 
 
 def _import_for_take_over() -> None:
-    """Import what a training function makes torch import late; this rank has time now."""
+    """Import modules that torch imports late, during a training function; a reserve has time."""
     for name in _IMPORTED_LATE:
         try:
             importlib.import_module(name)

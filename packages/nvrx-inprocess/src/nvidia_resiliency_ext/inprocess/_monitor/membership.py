@@ -45,7 +45,7 @@ class Arrive:
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """Wait for what becomes of an iteration."""
+    """Wait for the outcome of an iteration."""
 
     iteration: int
     participants: frozenset[int]
@@ -53,7 +53,7 @@ class Follow:
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """Read what became of an iteration that others have left behind."""
+    """Read the outcome of an iteration that other ranks have left."""
 
     iteration: int
 
@@ -92,7 +92,7 @@ class Member:
 
 @dataclass(slots=True)
 class _Reported:
-    """What was written for the iteration at the position."""
+    """Records that this monitor wrote for the present iteration."""
 
     interruptions: set[tuple[int, Interruption]] = field(default_factory=set)
     completed: set[int] = field(default_factory=set)

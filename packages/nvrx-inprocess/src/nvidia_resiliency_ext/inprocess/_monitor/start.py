@@ -50,7 +50,7 @@ class NodeDirectory:
 
     @classmethod
     def find(cls, environ: Mapping[str, str] = os.environ) -> NodeDirectory:
-        """Return the directory of this job on this node, and make it if it is not there."""
+        """Return the directory of this job on this node; create a missing one."""
         name = _PREFIX + _identity(environ)
         last_error: OSError | None = None
         # The launcher removes its directory also when the monitor was killed.
@@ -106,7 +106,7 @@ class NodeDirectory:
             os.close(fd)
 
     def socket_inode(self) -> int | None:
-        """Return what tells one listening socket here from a later one; `None` for none."""
+        """Return the inode of the listening socket, by which a later one differs; None for none."""
         try:
             return os.lstat(self._socket).st_ino
         except OSError:

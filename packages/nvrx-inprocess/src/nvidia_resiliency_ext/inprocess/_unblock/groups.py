@@ -51,7 +51,7 @@ def _backends_of(group: Any) -> list[Backend]:
 
 
 def backend_of(group: Any, device: Any) -> Backend | None:
-    """Return what a group uses for a device, `None` if nothing."""
+    """Return the backend of a group for a device, `None` if there is none."""
     import torch
 
     try:

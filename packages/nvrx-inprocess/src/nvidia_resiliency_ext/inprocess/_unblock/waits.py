@@ -82,7 +82,7 @@ def kernel_wait(native_id: int) -> tuple[Wait | None, int, int]:
 
 
 def wait_of(call: tuple[int, ...]) -> tuple[Wait | None, int, int]:
-    """Return what a system call is as a wait: see `kernel_wait`."""
+    """Classify a system call as a wait, with its first two arguments: see `kernel_wait`."""
     if not call:
         return None, 0, 0
     number, first, second = call[:3]
