@@ -206,11 +206,11 @@ class _Target:
         raise NotImplementedError
 
     def finish(self, *, sync: bool) -> None:
-        """Make what was written durable, and close it."""
+        """Make the written bytes durable, and close the file."""
         raise NotImplementedError
 
     def give_back(self) -> None:
-        """Drop what is not finished; harmless after `finish`."""
+        """Drop an unfinished file; harmless after `finish`."""
         raise NotImplementedError
 
 

@@ -30,7 +30,7 @@ _MAX_FRAMES = 16384
 
 @dataclass(frozen=True)
 class TensorFrame:
-    """What `torch.save` writes around the data of one tensor.
+    """Bytes that `torch.save` writes around the data of one tensor.
 
     Attributes:
         head: Bytes in front of the data.
@@ -207,7 +207,7 @@ def saved_stride(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 class _Counter:
-    """Counts what is written into it; data that is left out is announced by `seek`."""
+    """Count the bytes written; bytes that are left out are announced by `seek`."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -250,7 +250,7 @@ class _FrameRecorder(_Counter):
 
 
 class _ImageStream:
-    """Takes what is written into it to memory.
+    """Write a saved object to memory.
 
     Args:
         image: The memory.

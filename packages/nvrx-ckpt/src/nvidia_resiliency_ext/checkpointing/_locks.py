@@ -68,7 +68,7 @@ class SaveLock:
         self.renew()
 
     def renew(self) -> None:
-        """Lock what has taken the place of the manifest that was locked, if anything has.
+        """Lock the present manifest if another file replaced the locked one.
 
         Raises:
             CheckpointWriteError: Another process was faster, and saves there.

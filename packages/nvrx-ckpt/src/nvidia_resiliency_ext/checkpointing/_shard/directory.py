@@ -37,7 +37,7 @@ def shard_file_name(iteration: int | str, owner: int | str, extra_suffix: str = 
 
 @dataclass(frozen=True, order=True)
 class ShardName:
-    """What a file name says about a shard."""
+    """Iteration and rank of a shard, as its file name gives them."""
 
     iteration: int
     owner: int
@@ -312,11 +312,11 @@ class ShardInProgress:
         self._close()
 
     def _end_here(self) -> None:
-        """Cut off what a longer shard has left behind the last byte that was written."""
+        """Cut off the rest of a longer shard behind the last written byte."""
         os.ftruncate(self._descriptor, self.written_bytes)
 
     def source(self) -> FileSource:
-        """Open what was written for reading."""
+        """Open the written file for reading."""
         self._end_here()
         source = FileSource(self._dirty, self._directory)
         source.name = self.path

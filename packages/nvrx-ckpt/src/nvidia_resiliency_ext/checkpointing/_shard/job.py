@@ -19,7 +19,7 @@ from nvidia_resiliency_ext.checkpointing._shard.write import ShardContent, write
 
 @dataclass(frozen=True)
 class SaveJob:
-    """What is to be saved, without the bytes of the tensors; it can be pickled.
+    """Description of a save without the bytes of the tensors; can be pickled.
 
     Attributes:
         root: Directory of all sessions.

@@ -127,7 +127,7 @@ class _Pickler(pickle.Pickler):
         self._kept: list[Any] = []
 
     def persistent_id(self, obj: Any) -> Any:
-        """Return what stands for a storage in the skeleton; None for all else."""
+        """Return the reference to a storage in the skeleton; None for all else."""
         typed: Any = obj
         if isinstance(obj, torch.storage.TypedStorage):
             # torch's own serialisation asks a storage for the same.
@@ -177,7 +177,7 @@ class _Unpickler(pickle.Unpickler):
         self._typed: dict[tuple[str, int], Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a name in the skeleton stands for."""
+        """Return the object of a name in the skeleton, if it may be loaded."""
         found = self._allowed.get(f"{module}.{name}")
         if found is not None:
             return found
@@ -206,7 +206,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _allowed_names() -> dict[str, Any]:
-    """Return what `torch.load(weights_only=True)` allows, and our own classes."""
+    """Return the names that `torch.load(weights_only=True)` allows, and our own classes."""
     # torch keeps the list in a private module; its users can only add to it.
     from torch import _weights_only_unpickler as torch_list
 

@@ -156,7 +156,7 @@ class BaseCheckpointManager(ABC):
         self._cleanup(iteration)
 
     def _failure_note(self) -> str:
-        """Return what a save in another process said about its failure."""
+        """Return the message of a failed save in another process."""
         return ""
 
     def _clique(self) -> int:
