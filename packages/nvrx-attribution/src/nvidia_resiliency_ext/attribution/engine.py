@@ -140,7 +140,7 @@ class LogScanner:
         return self._verdict(self._scanner.guessed)
 
     def skip(self, size: int, lines: int) -> None:
-        """Count what stands before the attempt's own part of its log, without a look at it.
+        """Count bytes and lines before the attempt's own part of its log, without reading them.
 
         Args:
             size: Bytes before the first ones that are fed.

@@ -55,7 +55,7 @@ _VOLATILE = re.compile(r"0x[0-9a-fA-F]+|/[^\s'\":,]+|\b[0-9a-f]{8,}\b|\d+|\b[\w-
 
 @dataclass(slots=True)
 class Diagnosis:
-    """What was found in a log.
+    """Faults, suspects and progress found in a log.
 
     Attributes:
         code: Reason code.
@@ -91,7 +91,7 @@ class Diagnosis:
 def diagnose(
     scan: ScanResult, registry: Registry, guess: Callable[[], Event | None] | None = None
 ) -> Diagnosis:
-    """Return what was found, from the events of the whole log.
+    """Return the diagnosis from the events of the whole log.
 
     Args:
         scan: The events.
@@ -342,7 +342,7 @@ def _rank_from_others(
 
 
 def _name_silent(found: Diagnosis, scan: ScanResult, world: int) -> None:
-    """Suspect who does not report the timeout of all others, or is behind them."""
+    """Suspect ranks that do not report the others' timeout, or are behind in their sequence."""
     events = [e for e in scan.events if e.code == "nccl.timeout"]
     reporters: set[int] = set().union(*(e.ranks for e in events))
     seqs = {rank: seq for e in events for rank, seq in e.seqs.items()}

@@ -148,7 +148,7 @@ class Event:
 
 @dataclass(slots=True)
 class ScanResult:
-    """What the pass has found so far.
+    """Events and counts of the pass so far.
 
     Attributes:
         events: In the order of their first line.
@@ -253,7 +253,7 @@ class LinePlace:
 
 @dataclass(slots=True)
 class _Found:
-    """What a rule found in a line, before it goes into an event."""
+    """Match of a rule in a line, before it goes into an event."""
 
     code: str
     role: str

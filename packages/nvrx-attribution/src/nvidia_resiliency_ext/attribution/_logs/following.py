@@ -26,7 +26,7 @@ _LOCAL = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs",
 
 
 class GrowingLog:
-    """Read what is appended to a log, also after it was truncated or replaced; never wait.
+    """Read the bytes appended to a log, also after it was truncated or replaced; never wait.
 
     Args:
         opener: Return a descriptor of the log; raise `FileNotFoundError` while there is none.
@@ -69,7 +69,7 @@ class GrowingLog:
         self._tail = os.pread(self.descriptor, offset - start, start)
 
     def read(self) -> bytes:
-        """Return what is new, at most 1 MiB; empty: there is nothing now.
+        """Return new bytes, at most 1 MiB; empty: there are none now.
 
         Raises:
             OSError: It cannot be read, or what `opener` raises.
@@ -140,7 +140,7 @@ class GrowingLog:
 
 
 class LogFollower:
-    """Yield what is appended to a log, from its beginning.
+    """Yield the bytes appended to a log, from its beginning.
 
     Args:
         path: The log; it may come later, its directory must exist.
@@ -205,7 +205,7 @@ class LogFollower:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        """Close the log."""
         self.close()
 
     def _open(self) -> int:

@@ -79,7 +79,7 @@ def letters(text: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """What a reason code means.
+    """Meaning of a reason code.
 
     Attributes:
         name: Such as `gpu.off_bus`.
@@ -108,7 +108,7 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class XidEntry:
-    """What a number of the GPU driver's messages means."""
+    """Meaning of an Xid number in the GPU driver's messages."""
 
     code: str
     name: str

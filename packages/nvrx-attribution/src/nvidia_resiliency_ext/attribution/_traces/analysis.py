@@ -56,7 +56,7 @@ class _Suspect:
 
 @dataclass(slots=True)
 class TraceAnalysis:
-    """What the traces of a job say.
+    """Findings from the traces of a job.
 
     Attributes:
         world: The groups of all ranks.

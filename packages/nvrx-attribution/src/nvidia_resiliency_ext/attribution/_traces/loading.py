@@ -303,12 +303,12 @@ class _Worker:
 
     @property
     def has_work(self) -> bool:
-        """Whether it has files that are not answered for."""
+        """Whether files are left without a result."""
         return bool(self._left)
 
     @property
     def written_bytes(self) -> int:
-        """What its processes have written so far."""
+        """The bytes that this worker's processes have written so far."""
         return self._earlier_bytes + os.fstat(self._answers).st_size
 
     def answers(self, wait_s: float, deadline: Deadline) -> Iterator[Dump | Finding]:
@@ -376,7 +376,7 @@ class _Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        """Close the worker."""
         self.close()
 
 

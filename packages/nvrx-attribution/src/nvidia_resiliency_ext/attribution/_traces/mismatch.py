@@ -126,7 +126,7 @@ def _is_shifted(
 
 
 def _at(typical: dict[int, tuple[Signature, ...]], seq: int) -> tuple[Signature, ...] | None:
-    """Return what the others called there, or will call as they did in the step before."""
+    """Return the others' calls at `seq`, or those to expect there from the step before."""
     found = typical.get(seq)
     if found is not None or seq - 1 not in typical:
         return found

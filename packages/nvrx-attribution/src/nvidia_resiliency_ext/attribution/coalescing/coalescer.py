@@ -186,7 +186,7 @@ class RequestCoalescer:
         return count
 
     async def close(self) -> None:
-        """End what is computed now."""
+        """Cancel the computations that run now."""
         tasks = [entry.task for entry in self._inflight.values()]
         for task in tasks:
             task.cancel()

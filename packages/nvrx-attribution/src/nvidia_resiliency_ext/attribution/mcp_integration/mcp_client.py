@@ -80,7 +80,7 @@ class NVRxMCPClient:
         return [tool.name for tool in found.tools]
 
     async def get_status(self) -> dict[str, Any]:
-        """Return what the tool `status` says."""
+        """Return the result of the tool `status`."""
         status: dict[str, Any] = await self.call_tool("status", {})
         return status
 

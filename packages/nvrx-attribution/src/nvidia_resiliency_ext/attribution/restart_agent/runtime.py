@@ -180,7 +180,7 @@ class RestartAgentRuntime:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        """Close the agent."""
         self.close()
 
     def _verdict(self, request: RestartAgentRequest) -> engine.Verdict:

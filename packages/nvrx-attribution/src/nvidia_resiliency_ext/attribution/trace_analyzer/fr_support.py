@@ -50,7 +50,7 @@ _EXPORTED = 1 << 14
 
 @dataclass(frozen=True)
 class FRAnalysisResult:
-    """What the analysis of a job's dumps found.
+    """Result of the analysis of a job's dumps.
 
     Attributes:
         analysis_text: Summary and table, for people and for callers that parse the table.
