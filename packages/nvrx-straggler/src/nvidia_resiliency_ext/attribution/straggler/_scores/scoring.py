@@ -146,7 +146,7 @@ class ScoringOptions:
 
 @dataclass
 class Window:
-    """What one rank measured since the last report.
+    """Measurements of one rank since the last report.
 
     Attributes:
         kernel_names: Kernels that are compared.
@@ -181,7 +181,7 @@ def _is_compute(name: str) -> bool:
 def read_window(
     sections: Summaries, kernels: Summaries, options: ScoringOptions, decisions: dict[str, bool]
 ) -> tuple[Window, Summaries]:
-    """Return what counts of a rank's summaries, and its kernel summaries without communication.
+    """Return the window of a rank's summaries, and its kernel summaries without communication.
 
     Args:
         sections: Summary of each section.
