@@ -225,7 +225,7 @@ def test_with_ranks_on_other_nodes_nobody_is_ended_before_they_are_heard(node):
 
 
 @pytest.mark.slow
-def test_a_node_that_hears_nothing_judges_alone(node):
+def test_a_node_that_hears_nothing_acts_by_itself(node):
     """Without an answer the rank that broke its limit is ended after a while, and reported."""
     it, rank = part_of_a_job(node)
     rank.order("open step")
