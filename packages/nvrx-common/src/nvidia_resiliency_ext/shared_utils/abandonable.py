@@ -147,7 +147,7 @@ class ParkedAtExit(threading.Thread):
         work()
 
     def start(self) -> None:
-        """Start the thread; what parks it at exit is registered first."""
+        """Start the thread, after registering the hook that parks it at exit."""
         _register()
         _threads.add(self)
         super().start()

@@ -53,7 +53,7 @@ class WrappedAttribute:
         setattr(owner, name, self._replacement)
 
     def restore(self) -> None:
-        """Put back what was there, unless something else was put in the place; once is enough.
+        """Restore the original attribute, unless another one replaced ours; once is enough.
 
         Raises:
             AttributeError: The attribute can no longer be set.

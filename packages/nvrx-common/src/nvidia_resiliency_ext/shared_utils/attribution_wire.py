@@ -73,7 +73,7 @@ class LogSubmission:
     attempt_index: int | None = None
 
     def to_payload(self) -> dict[str, Any]:
-        """Return the JSON object, without what is not known."""
+        """Return the JSON object, without unknown fields."""
         payload = asdict(self) | {
             "log_complete": self.log_complete or None,
             "evidence": list(self.evidence) or None,

@@ -142,7 +142,7 @@ class _Uses(ast.NodeVisitor):
                 self._known[text] = found
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        """Check `module.name`, and what a class or module gives below it."""
+        """Check `module.name`, and further names below a class or module."""
         self._resolve(node)
         if not isinstance(node.value, ast.Attribute | ast.Name):
             self.generic_visit(node)

@@ -284,7 +284,7 @@ def _unknown(word: str) -> str:
 def _fill(
     parsed: argparse.Namespace, given: Mapping[str, tuple[Any, str]], environ: Mapping[str, str]
 ) -> list[str]:
-    """Set `given` and every flag's attribute, by flag or `PET_` variable; return what is wrong."""
+    """Set `given` and all flags' attributes, by flag or `PET_` variable; return the problems."""
     problems: list[str] = []
     parsed.given = {}
     for flag in FLAGS:

@@ -446,7 +446,7 @@ class RankMonitorClient(HotPath):
         return True
 
     def _on_restored(self) -> None:
-        """Tell a new monitor, in the link's thread, what the launcher's configuration lacks."""
+        """Send a new monitor this rank's own limits, in the link's thread."""
         from ._monitor.messages import SetTimeouts
 
         if self._own_limits:

@@ -40,7 +40,7 @@ def optional_number(name: str) -> int | None:
 
 @contextlib.contextmanager
 def exported_ranks_restored() -> Iterator[None]:
-    """Put back at the end what stands where `export_ranks` writes."""
+    """Restore RANK and WORLD_SIZE, which `export_ranks` changes, at the end of the block."""
     before = {name: os.environ.get(name) for name in _RANKS}
     try:
         yield

@@ -207,7 +207,7 @@ class NodeFile:
         return _OURS if found.st_nlink else _REMOVED
 
     def write(self, line: bytes) -> str:
-        """Write one line, ending what a short write left before; return why that failed."""
+        """Write one line, after ending a torn one; return the reason of a failure, or ''."""
         data = b"\n" + line if self._is_line_torn else line
         try:
             written = os.write(self.fd, data)

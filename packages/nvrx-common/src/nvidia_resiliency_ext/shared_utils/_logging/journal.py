@@ -216,7 +216,7 @@ _COMPLAINT_END = b" log records dropped\n"
 
 
 def remove_old(names: Sequence[str], max_backup_files: int, directory: int) -> int:
-    """Delete all but the newest files of one writer; what is not read yet may stay as well."""
+    """Delete all but the newest files of one writer; unread files may stay as well."""
     position = read_position(directory)
     if position is not None:
         from nvidia_resiliency_ext.shared_utils.procfs import boot_id

@@ -161,7 +161,7 @@ def take(reads: Sequence[Read], *, now_ms: int | None) -> list[int]:
 
 
 def _whole(read: Read) -> int:
-    """Return the length of the whole records at the begin of what was read."""
+    """Return the length of the whole records at the beginning of a read."""
     data = read.data
     lines = data.rfind(b"\n") + 1
     if read.has_more:
@@ -196,7 +196,7 @@ _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Source:
-    """One file: how far it is read, and what was seen of it last."""
+    """One file: the position of reading, and its size at the last look."""
 
     def __init__(self, name: str, inode: int) -> None:
         self.inode = inode

@@ -55,7 +55,7 @@ def merge(spans: Iterable[Span], gap_s: float) -> list[Span]:
 
 
 def coarsen(spans: Sequence[Span], start: float, end: float, count: int) -> list[Span]:
-    """Return at most ``count`` spans: in each equal part of the range, what took most of it."""
+    """Return at most ``count`` spans: for each equal part of the range its longest activity."""
     if len(spans) <= count:
         return list(spans)
     width = (end - start) / count

@@ -29,7 +29,7 @@ Decision = tuple[Node, tuple[Effect, ...]]
 
 
 def decide(node: Node, event: machine.Event) -> Decision:
-    """Return the next state and what is to be done; events that no longer matter do nothing."""
+    """Return the next state and the effects of an event; an outdated event has none."""
     handler = _IN_ANY_PHASE.get(type(event)) or _BY_PHASE[node.phase].get(type(event))
     if handler is None and node.phase is Phase.STOPPING and node.outcome is Outcome.RESTART:
         handler = _BEFORE_A_RESTART.get(type(event))

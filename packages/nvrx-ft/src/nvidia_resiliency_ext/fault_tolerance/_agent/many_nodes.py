@@ -170,7 +170,7 @@ def _seconds(
 
 
 def must_agree(plan: LaunchPlan, rules: CoordinatorRules) -> dict[str, str]:
-    """Return, by flag, what all launchers of a job must have been started with alike."""
+    """Return, by flag, the values that must be equal in all launchers of a job."""
     config = plan.fault_tol_cfg
     agreed = agreement.settings_of(rules)
     agreed["--ft-no-restart-exit-code"] = str(plan.no_restart_exit_code)

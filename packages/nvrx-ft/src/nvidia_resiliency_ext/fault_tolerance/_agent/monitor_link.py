@@ -129,7 +129,7 @@ class SharedMonitor:
         return self._reopening is None
 
     def workers_changed(self, workers: messages.WorkersChanged) -> None:
-        """Tell the monitor what to sweep if this launcher dies, and what to look at in a hang."""
+        """Send the monitor the workers: to sweep if this launcher dies, to examine in a hang."""
         self._workers = workers
         self._handle.send(workers)
         if self.unwatched_after_s is not None and self._unwatched is None:

@@ -98,7 +98,7 @@ class PrewarmStarter(workers.Starter):
         self._pool.good_step()
 
     def _look(self) -> None:
-        """Tell the pool what only a look at the machine shows."""
+        """Update the pool: idle cores, free memory, changed files, and ranks' use of torch."""
         if self._pool.refused is not None:
             return
         self._pool.idle(self._idle.idle_cores())

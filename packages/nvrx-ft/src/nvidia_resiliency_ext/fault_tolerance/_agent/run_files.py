@@ -83,7 +83,7 @@ class RunPaths:
 
 
 def _file_name(job_id: str) -> str:
-    """Return a job's id as part of a file name: whoever chose it must not choose the folder."""
+    """Return a job's id as part of a file name, so that the id cannot choose the folder."""
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in job_id[:MAX_NAME_PART])
     return safe.lstrip(".") or "job"
 

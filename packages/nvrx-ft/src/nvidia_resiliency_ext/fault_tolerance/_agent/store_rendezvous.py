@@ -262,7 +262,7 @@ class StoreRendezvous:
 
 
 def _record(session: sessions.NodeSession, round_: int, effect: machine.Effect) -> None:
-    """Add to the log of decisions, or to the messages, what was decided in `round_`."""
+    """Write an effect decided in `round_` to the log of decisions or to the messages."""
     match effect:
         case machine.OpenNextRound(cause):
             session.open_next(round_, cause)

@@ -117,7 +117,7 @@ def _is_end(lines: list[str]) -> bool:
 
 
 def _timestamp(stamp: object) -> float | None:
-    """Return a worker's own time of failure (unix s), or None for what cannot be one."""
+    """Return a worker's own time of failure (unix s), or None for an impossible value."""
     if isinstance(stamp, bool) or not isinstance(stamp, (str, int, float)):
         return None
     try:

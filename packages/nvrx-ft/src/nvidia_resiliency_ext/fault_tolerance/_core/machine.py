@@ -58,7 +58,7 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """This node's place in a round: what rendezvous decided."""
+    """This node's rank assignment in a round, as the coordinator decided it."""
 
     cycle: int
     group_rank: int
@@ -73,7 +73,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The numbers a decision needs, and what this node is in the job."""
+    """Settings of this node's decisions, and its role in the job."""
 
     max_restarts: int
     stop_grace_s: float
@@ -191,12 +191,12 @@ class WorkerStuck(_Caused):
 
 @dataclass(frozen=True, slots=True)
 class RanksAsked:
-    """The job hangs: the others want to know what the ranks of this node do."""
+    """The job hangs: the coordinator asks for the states of this node's ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class HangEvaluated:
-    """All nodes together have found whom a hang is to be blamed on; see `WorkerExited`."""
+    """The coordinator has named the culprit of a hang; see `WorkerExited`."""
 
     cause: Cause
     no_progress: bool = False

@@ -176,7 +176,7 @@ class AttributionManager:
 
 
 def state_dir(log_file: str | None, job_id: str | None, run_dir: str) -> str:
-    """Return where a service keeps what it knows: beside its log, of nameless jobs in `run_dir`."""
+    """Return the folder of a service's state: beside its log; of nameless jobs in `run_dir`."""
     name = re.sub(r"[^\w.-]", "_", job_id or "", flags=re.ASCII)[:_LONGEST_NAME]
     if log_file is None or name in {"", ".", ".."}:
         return os.path.join(run_dir, "attribution")
@@ -301,7 +301,7 @@ class AttributionWatch:
             self._end(evidence)
 
     def close(self, *, asks: bool = True) -> None:
-        """End the service; what is still to be sent has a moment. The cycle ends here if `asks`."""
+        """End the service; pending requests have a moment. Ask for the last verdict if `asks`."""
         with self._lock:
             if self._is_closed:
                 return

@@ -206,7 +206,7 @@ class CoordinatorServices:
             reporter.report_cycle_end(cycle)
 
     def end_attribution(self, *, job_goes_on: bool = False) -> None:
-        """End the service and what asks it; a job that goes on is not asked about."""
+        """End the attribution service and its client; of a job that goes on ask for no verdict."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close(asks=not job_goes_on)
@@ -218,7 +218,7 @@ class CoordinatorServices:
             reporter.shutdown(ends_cycle=not job_goes_on)
 
     def close(self, *, job_goes_on: bool = False) -> None:
-        """End all, and write what log servers have.
+        """End all services; log servers write the lines that they hold.
 
         Where the job goes on, the cycle is not over, and servers do not wait for nodes, which keep
         what was not confirmed.

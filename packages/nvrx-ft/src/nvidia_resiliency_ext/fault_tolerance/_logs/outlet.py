@@ -44,7 +44,7 @@ class Record:
 
 
 class Target:
-    """One log and what waits for it; the outlet's, under its lock or in its thread.
+    """One log and its waiting lines; the outlet's, under its lock or in its thread.
 
     From oldest to newest wait: a gap (what was dropped), records in files, parts in memory.
     """
@@ -73,7 +73,7 @@ class Target:
         return bool(self.parts or self.spilled or self.dropped_lines)
 
     def take_notice(self) -> bytes:
-        """Return the line that says what is gone, and forget that."""
+        """Return the line that counts the dropped lines, and reset the counts."""
         said = f"[nvrx] dropped {self.dropped_lines} lines ({self.dropped_bytes} bytes)\n"
         self.dropped_lines = self.dropped_bytes = 0
         return said.encode()
@@ -122,7 +122,7 @@ class Backlog:
         return target
 
     def close(self, target: Target) -> None:
-        """Forget a log and what is left for it."""
+        """Forget a log and its waiting lines."""
         self.targets.remove(target)
         for record in target.spilled:
             os.close(record.fd)

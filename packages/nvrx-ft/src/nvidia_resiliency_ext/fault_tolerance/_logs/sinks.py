@@ -113,7 +113,7 @@ class FunnelSink:
         )
 
     def close(self, timeout_s: float) -> bool:
-        """Wait until the server has everything; what it has not stays in files."""
+        """Wait until the server has all lines; unconfirmed ones stay in spill files."""
         return self._client is None or self._client.close(timeout_s)
 
 

@@ -215,7 +215,7 @@ class MonitorHandle:
         self._channel.send(message)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until the monitor listens; what else it says meanwhile is kept for `receive`."""
+        """Wait until the monitor listens; keep its other messages for `receive`."""
         deadline = Deadline.after(timeout_s)
         while not self.is_ready:
             wait_readable(self.fileno(), deadline.remaining())

@@ -92,7 +92,7 @@ class Inquiry:
             self._close()
 
     def _take_errors(self, errors: dict[int, str] | None) -> None:
-        """Go on with what error files say, or without those that take too long to read."""
+        """Take the messages of error files, or none if they take too long to read; go on."""
         if self._errors is None:
             self._errors = errors or {}
             self._proceed()
@@ -258,7 +258,7 @@ def _state_of(session: RankSession, evidence: Evidence, host: str) -> RankState:
 
 
 def _errors_in(files: Sequence[str]) -> dict[int, str]:
-    """Return the first line of what each worker wrote about its failure; may block."""
+    """Return the first line of each worker's error file; may block."""
     written = {local_rank: read_error_file(path) for local_rank, path in enumerate(files)}
     return {
         local_rank: (error.message.strip().splitlines() or [""])[0][:MAX_SHOWN_ERROR]

@@ -31,7 +31,7 @@ _PLAIN_LIMITS = frozenset({_INITIAL, _HEARTBEAT, _OUTSIDE})
 
 
 def change_limits(config: MutableMapping[str, Any], changes: Mapping[str, Any]) -> str | None:
-    """Change timeouts of a configuration in place, or return what is wrong with them."""
+    """Change timeouts of a configuration in place, or return the problem of `changes`."""
     plain = dict(changes)
     sections = plain.pop(_SECTIONS, None) or {}
     unknown = sorted(plain.keys() - _PLAIN_LIMITS)
@@ -57,7 +57,7 @@ def _is_limit(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A rule that a rank broke, and since when; `reason` is what a health check said."""
+    """A rule that a rank broke, and since when; `reason` is that of a health check."""
 
     rule: str
     section: str | None

@@ -232,7 +232,7 @@ def place_all(
 
 
 def _last_call(view: View, result: Placement, late: list[str], absent: list[Arrival]) -> str:
-    """Return for whom the round is kept open although there are enough nodes, or ''."""
+    """Return the nodes for which a round with enough nodes stays open, in words, or ''."""
     placement = view.rules.placement
     may_be_more = placement.elastic and len(result.active) < placement.max_nodes
     if may_be_more and (absent or late or not view.memory.active):
@@ -272,7 +272,7 @@ def _while_closed(view: View) -> Decision:
 
 
 def _hang(view: View) -> Entry | None:
-    """Return the next step towards the culprit of a hang: who broke a limit may only wait for it.
+    """Return the next decision on a hang: ask nodes for their ranks' states, or name the culprit.
 
     What is certain is not waited for: a stopped rank is to blame, whatever the others do.
     """

@@ -317,7 +317,7 @@ class Coordinator:
         return self.clock.monotonic()
 
     def _close_round(self, placement: Placement) -> None:
-        """Tell everybody their place; who arrives from here on is a spare.
+        """Write the rank assignments; nodes that arrive from here on are spare nodes.
 
         Nodes learn from their place alone who is in the round, so there cannot be two views of it.
         """

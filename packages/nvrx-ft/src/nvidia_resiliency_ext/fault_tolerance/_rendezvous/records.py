@@ -78,7 +78,7 @@ class HangStage(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A node that offers itself for a round, and what its place depends on."""
+    """A node that offers itself for a round, with the facts that its rank depends on."""
 
     node: str
     addr: str
@@ -129,7 +129,7 @@ class Entry:
         return dataclasses.replace(self, **{"seq": self.seq + 1, "by": by, **fields})
 
     def next(self, by: str, phase: Phase, round_: int, **fields: Any) -> Entry:
-        """Return the decision after this one: of this one it keeps what holds for the whole job."""
+        """Return the decision after this one, with those of its fields that hold for the job."""
         kept = {name: getattr(self, name) for name in _OF_THE_JOB}
         return Entry(self.seq + 1, phase, round_, by=by, **kept, **fields)
 
@@ -223,7 +223,7 @@ def _printable(value: object) -> str:
 
 
 def _cut(value: Any, limit: int) -> Any:
-    """Return a value with its texts cut, and of a cause's details what is plain and small."""
+    """Return a value with its texts cut, and with only the plain, small details of a cause."""
     if isinstance(value, str):
         return value[:limit].encode("utf-8", "replace").decode()
     if isinstance(value, (int, float)) and not _is_plain(value):

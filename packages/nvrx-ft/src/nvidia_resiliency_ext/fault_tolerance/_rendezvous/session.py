@@ -159,7 +159,7 @@ class NodeSession:
         return True
 
     def take(self, entry: Entry) -> SessionEvent | None:
-        """Record a decision; return what it means for this node."""
+        """Record a decision; return the event that follows for this node, if any."""
         notified = self._notified
         if notified is not None and entry.seq <= notified.seq:
             return None
@@ -257,7 +257,7 @@ class NodeSession:
         self.store.put(keys.NOTIFY, "1")
 
     def confirm(self) -> None:
-        """Return when the store has taken what was sent; it answers no write, but in order."""
+        """Wait until the store has taken all earlier writes, by a read that it answers in order."""
         self.store.has(keys.NOTIFY)
 
     def _append(self, message: NodeMessage, round_: int) -> None:
@@ -278,7 +278,7 @@ class NodeSession:
             self.notify()
 
     def _say_again(self, round_: int) -> None:
-        """Tell another host what this node said of a round that goes on."""
+        """Send a new coordinator this node's messages of a round that goes on."""
         said = tuple(self._said.values()) if round_ == self._said_in else ()
         if self._left is not None:
             said = (*said, self._left)

@@ -159,7 +159,7 @@ class EventReporter:
         failures: Iterable[Failure],
         last_iteration: int | None,
     ) -> None:
-        """Record why a cycle ends and what follows."""
+        """Record the cause of a cycle's end, and the outcome."""
         if self._fault is not None and self._fault[1] is Outcome.RESTART:
             # The restart it promised does not come: this is what comes instead.
             self._write_failure(self._cycle)

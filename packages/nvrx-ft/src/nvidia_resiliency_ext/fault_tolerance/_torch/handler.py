@@ -327,7 +327,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
     def _ask(
         self, command: Callable[[sessions.NodeSession], _T], timeout_s: float | None = None
     ) -> _T:
-        """Do `command` with the session, in its thread, and return what it returned.
+        """Run `command` with the session, in the session's thread, and return its result.
 
         Raises RendezvousConnectionError where the store is gone, or gives no answer in time.
         """

@@ -275,7 +275,7 @@ class FilteredFile:
 
 
 class _Followed:
-    """One file that grows: what was read of it and is not shown in its sink yet."""
+    """A growing file, with the lines that were read and not shown in its sink yet."""
 
     def __init__(self, path: str, prefix: str, sink: ConsoleStream | FilteredFile) -> None:
         self.path = path

@@ -257,7 +257,7 @@ class WorkerGroup:
         self._running.clear()
 
     def close(self) -> None:
-        """SIGKILL and reap whatever is left, leftovers in the groups included."""
+        """SIGKILL and reap all workers, with other processes in their groups."""
         for started in self.started.values():
             started.child.signal_group(signal.SIGKILL)
         self._forget()

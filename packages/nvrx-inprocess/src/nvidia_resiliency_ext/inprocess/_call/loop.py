@@ -352,7 +352,7 @@ class CallLoop:
         return None if self._find(Completed) else self.events.find(StoreLost)
 
     def _restart(self) -> None:
-        """Go from the interrupted iteration to the next; whatever it raises ends this rank."""
+        """Go from the interrupted iteration to the next; any error ends this rank."""
         state, settings = self.state, self.settings
         limit_s = settings.barrier_timeout.total_seconds()
         if self._await(Interrupted, limit_s) is None:

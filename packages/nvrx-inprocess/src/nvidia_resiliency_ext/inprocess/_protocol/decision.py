@@ -61,7 +61,7 @@ class Hang:
 
 
 def is_searched(records: Iterable[InterruptionRecord]) -> bool:
-    """Return whether a hang can be behind what was reported."""
+    """Return whether a hang can have caused all reported interruptions."""
     return all(record.interruption in _SEARCHED for record in records)
 
 

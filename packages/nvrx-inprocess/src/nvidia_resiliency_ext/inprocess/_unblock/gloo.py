@@ -278,7 +278,7 @@ def _link(descriptor: int) -> str:
 
 
 class BlockedCalls:
-    """Ends waits at torch's stores, and what gloo waits for.
+    """End waits at torch's stores and waits of gloo.
 
     That is ranks that do not come any more, and collectives: the abort is over, but a main thread
     that was making a group meanwhile may have gone on into a collective of that group.

@@ -35,7 +35,7 @@ _KEY_DIGITS = 32
 
 @dataclass(frozen=True)
 class Identity:
-    """Whose lines a spill holds; `name` is the client's, for what it leaves behind."""
+    """Owner of the lines in a spill; `name` is the client's, by which a successor finds them."""
 
     name: str
     node_id: str

@@ -68,7 +68,7 @@ class Stream:
 
     @property
     def unconfirmed(self) -> Gap:
-        """How much of what was taken is neither confirmed nor given up."""
+        """Number of lines and bytes that are neither confirmed nor given up."""
         chunks = [*self._window, *self._waiting]
         spilled = Gap() if self.spill is None else self.spill.unread
         lines = sum(chunk.lines for chunk in chunks) + self.buffer.count(b"\n")
@@ -175,7 +175,7 @@ class Stream:
         return not self.buffer or self.spill.append(self._peek_chunk(len(self.buffer)))
 
     def give_up(self) -> Gap:
-        """Drop everything; return what that was."""
+        """Drop all unconfirmed lines; return their number and size."""
         left = self.unconfirmed
         self._count("dropped", left.lines, left.size)
         self.release()
@@ -265,7 +265,7 @@ class Stream:
         return Chunk(self._next_seq, data, data.count(b"\n"))
 
     def _forget(self, end: int, chunk: Chunk) -> None:
-        """Remove from the buffer what has become a chunk."""
+        """Remove a chunk's bytes from the buffer, and count its lines."""
         self.counts["lines_broken"] += len(chunk.data) > end
         if end == len(self.buffer):
             self.buffer.clear()

@@ -386,7 +386,7 @@ def _groups(buffers: Sequence[Piece]) -> Iterator[list[Piece]]:
 
 
 def _lock(descriptor: int) -> None:
-    """Keep other servers from the log: what one has cut back, another may be writing."""
+    """Lock the log against other servers, which could write where this one truncates."""
     try:
         lock_file(descriptor)
     except BlockingIOError:

@@ -56,7 +56,7 @@ class Funnel:
                 raise
 
     def finish(self, source: Source, *, is_clean: bool) -> None:
-        """Note that nothing more comes from a source; what was taken will still be written."""
+        """Record the end of a source; its accepted chunks will still be written."""
         now = time.monotonic()
         with self.queue.lock:
             if source.waiting is not None:

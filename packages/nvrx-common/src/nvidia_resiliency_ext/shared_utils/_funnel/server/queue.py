@@ -348,7 +348,7 @@ class Queue:
         self.settled.notify_all()
 
     def _is_enough(self, target: Target) -> bool:
-        """Tell whether what waits for a target is not to be kept for more."""
+        """Return whether a target's chunks are to be written now, without waiting for more."""
         is_full = target.held_bytes >= self._enough_bytes
         return is_full or target.is_awaited or self.is_closed
 

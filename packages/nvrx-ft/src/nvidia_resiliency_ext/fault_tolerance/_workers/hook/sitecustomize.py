@@ -245,7 +245,7 @@ class _Held:
         return spec
 
     def give_back(self, index: int) -> None:
-        """Put a group, and those before it, into `sys.modules` and say what came too late."""
+        """Put a group, and those before it, into `sys.modules`, and report late changes."""
         first = index if self._groups[index].alone else 0
         groups = [group for group in self._groups[first : index + 1] if group.modules]
         if not groups:
