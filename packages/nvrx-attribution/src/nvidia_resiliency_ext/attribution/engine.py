@@ -131,7 +131,7 @@ class LogScanner:
         self._earlier = load_history(history, self._job_id, self._cycle_id, self._attempt_index)
 
     def snapshot(self) -> Verdict:
-        """Return the verdict about what came so far; cheap, whatever the size of the log."""
+        """Return the verdict on the lines so far; cheap, whatever the size of the log."""
         return self._verdict()
 
     def finish(self) -> Verdict:

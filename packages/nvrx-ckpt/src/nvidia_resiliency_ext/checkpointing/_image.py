@@ -200,7 +200,7 @@ def _covers_storage(tensor: torch.Tensor) -> bool:
 
 
 def saved_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of a plain tensor in what `storage_bytes` returns for it."""
+    """Return the strides of a plain tensor in the result of `storage_bytes`."""
     if tensor.is_contiguous() or _covers_storage(tensor):
         return tensor.stride()
     return torch.empty_like(tensor.detach(), device="meta").stride()

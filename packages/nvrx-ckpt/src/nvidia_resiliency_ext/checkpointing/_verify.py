@@ -201,7 +201,7 @@ class _File:
 
 
 def _files(folder: str) -> list[_File]:
-    """Return the files that a checkpoint must have, with what must be in them."""
+    """Return the files that a checkpoint must have, with their items and checksums."""
     try:
         manifest = read_manifest(os.path.join(folder, MANIFEST))
         files = [_File.parse(METADATA, manifest["metadata"])]

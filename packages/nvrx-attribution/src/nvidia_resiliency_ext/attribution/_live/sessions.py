@@ -135,7 +135,7 @@ class LogSession:
         self._is_closed = False
 
     def end(self, *, is_complete: bool) -> None:
-        """End the wait for the job: what its log still says is read.
+        """End the wait for the job: the rest of its log is read.
 
         Args:
             is_complete: Nothing more will be written.
@@ -265,7 +265,7 @@ class LogSession:
         return True
 
     def _repeats_earlier(self) -> bool:
-        """Tell whether the log was begun anew, and says again what the earlier attempt said."""
+        """Return whether the log was begun anew and repeats the text of the earlier attempt."""
         end, status = self._earlier_end, os.fstat(self._log.descriptor)
         is_all = status.st_size == self._log.offset == end.size > 0
         return is_all and status.st_mtime_ns != end.written_ns

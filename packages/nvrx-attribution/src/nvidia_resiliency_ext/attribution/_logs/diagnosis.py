@@ -196,13 +196,13 @@ def _first_fault(faults: list[Event]) -> Event | None:
 
 
 def _without_consequences(exits: list[Event], faults: list[Event]) -> list[Event]:
-    """Drop exits of ranks that had complained before: they left because of what they said."""
+    """Drop exits of ranks that reported a cascade before: the report explains the exit."""
     said: set[int] = set().union(*(e.ranks for e in faults if e.role == "cascade"))
     return [e for e in exits if not (said and e.code == "host.exit_nonzero" and e.ranks <= said)]
 
 
 def _with_scheduler(scheduler: list[Event], others: list[Event]) -> list[Event]:
-    """Prefer the scheduler's reason over what the ended job printed while it was ended."""
+    """Prefer the scheduler's reason over errors that the job printed while it was being ended."""
     if not scheduler or not others:
         return scheduler or others
     first = _earliest(scheduler)
@@ -238,7 +238,7 @@ def _rank_at_one_moment(event: Event) -> tuple[int, int]:
 
 
 def _confirmed(fault: Event, faults: list[Event]) -> Event:
-    """Return an event that confirms and replaces what was taken for the first fault."""
+    """Return an event that confirms and replaces the presumed first fault, else that fault."""
     best = fault
     for other in faults:
         if other is fault or fault.code not in other.rule.confirms:
@@ -409,7 +409,7 @@ def _in_year(time_s: float | None, year: int) -> float | None:
 
 
 def _place_local_ranks(scan: ScanResult) -> None:
-    """Turn (node, local rank) of events into ranks where what is known allows it."""
+    """Turn (node, local rank) of events into ranks where the node map has them."""
     ranks = _ranks_of_places(scan)
     for event in scan.events:
         for place in list(event.places):

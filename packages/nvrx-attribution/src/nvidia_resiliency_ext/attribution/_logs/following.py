@@ -94,7 +94,7 @@ class GrowingLog:
         return self._take()
 
     def start_over(self) -> None:
-        """Read the open log from its beginning: what stands there now is new."""
+        """Read the open log from its beginning: its content is new."""
         self.starts += 1
         self._needs_newline = self._is_partial
         self.move(0)
@@ -121,7 +121,7 @@ class GrowingLog:
         return before + data
 
     def _is_cut(self) -> bool:
-        """Tell whether what was read last does not stand there any more."""
+        """Return whether the bytes read last are no longer in the log."""
         if os.fstat(self.descriptor).st_size < self.offset:
             return True
         if b"\0" in self._tail:

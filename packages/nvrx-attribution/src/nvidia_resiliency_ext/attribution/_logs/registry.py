@@ -256,7 +256,7 @@ class Registry:
         return any(rule.has_pattern(text) for rule in self.rules_for(letters(text)))
 
     def check(self) -> list[str]:
-        """Run every rule's examples and the tests of its pattern; return what is wrong."""
+        """Run every rule's examples and the tests of its pattern; return the problems."""
         return [problem for rule in self.rules for problem in _problems(rule)]
 
 

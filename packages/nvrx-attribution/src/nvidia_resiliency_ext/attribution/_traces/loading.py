@@ -241,7 +241,7 @@ class _MemoryBudget:
         self.workers: list[_Worker] = []
 
     def check(self) -> None:
-        """Look at what all readers have written, read or not.
+        """Compare the bytes that all readers have written, read or not, with the limit.
 
         Raises:
             NoTraceError: It is too much.

@@ -270,7 +270,7 @@ class WaitGraph:
         return found
 
     def _is_past(self, member: int, peer: int) -> bool:
-        """Tell whether what a rank has pending is what a peer called after its blocking one."""
+        """Return whether a rank's pending calls are those of a peer after its blocking call."""
         own, others = self._pending(member), self._pending(peer)[1:]
         length = min(len(own), len(others))
         return length >= _LEAST_COMMON and own[:length] == others[:length]

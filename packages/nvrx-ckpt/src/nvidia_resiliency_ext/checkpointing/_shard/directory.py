@@ -145,7 +145,7 @@ class RankDirectory:
         return source
 
     def create(self, iteration: int, owner: int) -> ShardInProgress:
-        """Begin a shard; what a dead writer has left of it is removed.
+        """Begin a shard; remove the unfinished file of a dead writer.
 
         Raises:
             CheckpointWriteError: It cannot be created, or a living process writes it.
@@ -209,7 +209,7 @@ class RankDirectory:
                 os.rename(str(name), str(aside), src_dir_fd=directory, dst_dir_fd=directory)
 
     def remove_leftovers(self) -> list[str]:
-        """Remove files in progress whose writers are gone; return what failed saves noted there."""
+        """Remove files in progress whose writers are gone; return notes of failed saves in them."""
         notes: list[str] = []
         with self.open() as directory:
             if directory is None:
@@ -323,7 +323,7 @@ class ShardInProgress:
         return source
 
     def discard(self, note: str = "") -> None:
-        """Give the file up; with a note, what is left says why until the leftovers are removed."""
+        """Give the file up; a note stays in the file until the leftovers are removed."""
         if self._descriptor < 0:
             return
         with contextlib.suppress(OSError):

@@ -82,7 +82,7 @@ class ControlGroup:
         return [data.decode(errors="replace") for data in found]
 
     def gather_problems(self, text: str) -> str:
-        """Return one line with what is wrong on each rank; all of them must call it."""
+        """Return one line with the problem of each rank; all ranks must call this."""
         texts = enumerate(self.gather_texts(text))
         return "; ".join(f"rank {rank}: {problem}" for rank, problem in texts if problem)
 
