@@ -155,7 +155,7 @@ class LogScanner:
         return self._scanner.result.lines
 
     def mark_truncated(self) -> None:
-        """Say that not all of the log was read."""
+        """Record that not all of the log was read."""
         self._scanner.result.truncated = True
 
     def _verdict(self, guess: Callable[[], Event | None] | None = None) -> Verdict:
@@ -416,7 +416,7 @@ def _coverage(scan: ScanResult) -> dict[str, Any]:
 
 
 def _is_silent(scan: ScanResult) -> bool:
-    """Tell whether lines came long after the last step, measured by the steps before."""
+    """Return whether lines came long after the last step, measured by the steps before."""
     progress = scan.progress
     times = (progress.first_step_time_s, progress.last_step_time_s, scan.last_time_s)
     if None in times or progress.last_step is None or progress.first_step is None:

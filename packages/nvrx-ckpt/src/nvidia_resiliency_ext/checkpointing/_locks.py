@@ -114,7 +114,7 @@ class SaveLock:
 
 
 def is_being_saved(folder: str) -> bool:
-    """Tell whether a process is saving a part of the checkpoint in a directory."""
+    """Return whether a process is saving a part of the checkpoint in a directory."""
     for path in glob.glob(os.path.join(glob.escape(folder), ".nvrx_manifest.*.json")):
         with contextlib.suppress(OSError):
             descriptor = os.open(path, _FLAGS)

@@ -56,7 +56,7 @@ def read_token(path: str, name: str = "token file") -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine can reach a server bound to `host`.
+    """Return whether only this machine can reach a server bound to `host`.
 
     That is an address, also in brackets, `unix:PATH` or a name; of names only `localhost` counts.
     """
@@ -123,7 +123,7 @@ class TokenFile(_ChangingFile):
         return f"Bearer {self.token()}"
 
     def admits(self, header: str | bytes | None) -> bool:
-        """Tell whether a client's `header` (`authorization`; None: not sent) holds the token.
+        """Return whether a client's `header` (`authorization`; None: not sent) holds the token.
 
         The comparison takes equally long for every wrong value.
         """

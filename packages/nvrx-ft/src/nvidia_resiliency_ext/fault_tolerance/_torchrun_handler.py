@@ -67,8 +67,8 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
         torch calls this without a word when its agent has ended, well or not.
         """
         error = sys.exc_info()[1]
-        is_alone = not reason and error is not None and not isinstance(error, ChildFailedError)
-        if is_alone and not self.is_closed() and not self._has_left:
+        is_own_error = not reason and error is not None and not isinstance(error, ChildFailedError)
+        if is_own_error and not self.is_closed() and not self._has_left:
             what = f"{type(error).__name__}: {error}"[:1000]
             # Where no message can be sent the lease expires.
             with contextlib.suppress(RendezvousConnectionError):

@@ -59,7 +59,7 @@ def export_ranks(rank: int, world_size: int) -> None:
 
 
 def wants_verbose_ranks() -> bool:
-    """Say whether sets of ranks are logged in full."""
+    """Return whether sets of ranks are logged in full."""
     return os.environ.get("NVRX_LOG_RANK_FORMAT_VERBOSE", "").strip().lower() in _TRUE
 
 
@@ -110,7 +110,7 @@ def check_path(name: str, value: Any) -> None:
 
 
 def is_in_use() -> bool:
-    """Say whether this process has begun to use CUDA."""
+    """Return whether this process has begun to use CUDA."""
     # CUDA can only have been begun by a torch that is imported.
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda.is_initialized())

@@ -79,7 +79,7 @@ class TrainingStateMachine:
             self.has_failed = True
 
     def is_training_completed(self, trainer: Any = None) -> bool:
-        """Tell whether the job has nothing left to train.
+        """Return whether the job has nothing left to train.
 
         Args:
             trainer: Lightning's trainer, for `max_steps` and `max_epochs`; None leaves them out.

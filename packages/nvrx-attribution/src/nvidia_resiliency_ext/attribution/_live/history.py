@@ -85,12 +85,12 @@ class JobHistory:
             return max(attempts, default=0)
 
     def has(self, log_path: str, attempt_index: int) -> bool:
-        """Tell whether this attempt has ended."""
+        """Return whether this attempt has ended."""
         with self._lock:
             return (log_path, attempt_index) in self._attempts
 
     def is_taken(self, log_path: str, job: str, cycle_id: int | None, attempt_index: int) -> bool:
-        """Tell whether another log has been that of this attempt."""
+        """Return whether another log has been that of this attempt."""
         if cycle_id is None:
             return False
         with self._lock:

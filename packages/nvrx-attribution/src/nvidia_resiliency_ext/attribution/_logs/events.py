@@ -237,7 +237,7 @@ class LinePlace:
         return self.block.starts[self.index]
 
     def is_source(self, line: Line) -> bool:
-        """Tell whether the line is a line of code that a traceback quotes."""
+        """Return whether the line is a line of code that a traceback quotes."""
         if not line.indented:
             return False
         return any(_FRAME.search(text) for text in self.lines_before(_SOURCE_LINES))
@@ -422,7 +422,7 @@ class EventTable:
         event.evidence = [*quotes, *event.evidence]
 
     def _is_same(self, text: str, line: Line) -> bool:
-        """Tell whether another line comes from the same rank, as far as prefixes say."""
+        """Return whether another line comes from the same rank, as far as prefixes say."""
         if line.rank is None and line.local_rank is None:
             return True
         other = self._reader.read(text.encode())

@@ -218,7 +218,7 @@ class LogFollower:
         return file
 
     def _is_reported(self) -> bool:
-        """Tell whether the directory is told of growth: not of a file moved away or linked to."""
+        """Return whether the directory is told of growth: not of a file moved away or linked to."""
         if not self._is_on_local:
             return False
         real = os.readlink(f"/proc/self/fd/{self._log.descriptor}")
@@ -240,7 +240,7 @@ class LogFollower:
 
 
 def _is_local(descriptor: int) -> bool:
-    """Tell whether only this machine writes to the file system of a descriptor."""
+    """Return whether only this machine writes to the file system of a descriptor."""
     device = os.fstat(descriptor).st_dev
     mounted = f"{os.major(device)}:{os.minor(device)}"
     with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:

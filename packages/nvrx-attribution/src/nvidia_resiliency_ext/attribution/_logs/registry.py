@@ -181,11 +181,11 @@ class Rule:
         return found
 
     def has_pattern(self, text: str) -> bool:
-        """Tell whether `text`, a line without prefixes, has the pattern, taken back or not."""
+        """Return whether `text`, a line without prefixes, has the pattern, taken back or not."""
         return self._regex.search(text) is not None
 
     def matches(self, text: str) -> bool:
-        """Tell whether a line has an anchor and the pattern, and none of the exceptions."""
+        """Return whether a line has an anchor and the pattern, and none of the exceptions."""
         reduced = letters(text)
         has_anchor = any(letters(anchor) in reduced for anchor in self.anchors)
         return has_anchor and self.match(text) is not None

@@ -84,7 +84,7 @@ class RequestCoalescer:
         return None
 
     def is_running(self, key: str) -> bool:
-        """Tell whether a key is computed now."""
+        """Return whether a key is computed now."""
         return key in self._inflight
 
     def track_submission(self, key: str) -> None:

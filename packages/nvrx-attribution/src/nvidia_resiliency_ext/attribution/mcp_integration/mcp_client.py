@@ -313,7 +313,7 @@ async def run_distributed_attribution(
 
 
 def is_mcp_connection_error(error: BaseException) -> bool:
-    """Tell whether an error means that the server ended or closed the connection.
+    """Return whether an error means that the server ended or closed the connection.
 
     Args:
         error: What a call raised; of a group, each member is looked at.

@@ -117,7 +117,7 @@ def extract_fr_dump_path(log_path: str, allowed_root: str | None = None) -> str 
 
 
 def fr_path_resolvable_for_collective_analyzer(path: str) -> bool:
-    """Tell whether a path is a directory, a file, or a prefix of files.
+    """Return whether a path is a directory, a file, or a prefix of files.
 
     Args:
         path: The path.

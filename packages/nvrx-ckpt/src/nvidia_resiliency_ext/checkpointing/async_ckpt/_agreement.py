@@ -55,7 +55,7 @@ class ControlGroup:
         return [int(value) for value in tensor.tolist()]
 
     def all_true(self, value: bool) -> bool:
-        """Tell whether a value is true on all ranks; all of them must call it."""
+        """Return whether a value is true on all ranks; all of them must call it."""
         return bool(self.minimum([int(value)])[0])
 
     def gather_numbers(self, values: Sequence[int]) -> list[list[int]]:

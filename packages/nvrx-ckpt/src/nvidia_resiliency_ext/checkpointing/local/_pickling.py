@@ -94,7 +94,7 @@ def split_state(state: Any) -> SplitState:
 
 
 def runs_no_code(state_class: str) -> bool:
-    """Tell whether states of this class load with a closed list of names."""
+    """Return whether states of this class load with a closed list of names."""
     return state_class == _OWN_CLASS
 
 

@@ -480,7 +480,7 @@ class EventLog:
             logging.getLogger("nvrx").warning("%s", message)
 
     def _is_usable(self, *, is_new: bool = False) -> bool:
-        """Say whether the file can be written; open it again where that is due."""
+        """Return whether the file can be written; open it again where that is due."""
         why = self._file.open(is_new=is_new)
         if why:
             self._dropped_why = why

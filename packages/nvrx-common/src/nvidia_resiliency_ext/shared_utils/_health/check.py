@@ -162,7 +162,7 @@ def nvml_timeout_s() -> float:
 
 
 def nvml_in_helper() -> bool:
-    """Say whether driver calls run in a process of their own, which can be killed."""
+    """Return whether driver calls run in a process of their own, which can be killed."""
     return os.environ.get("NVRX_NVML_SUBPROCESS", "").strip().lower() in _TRUE
 
 

@@ -193,7 +193,7 @@ class Aggregation:
         return step
 
     def is_moved(self) -> bool:
-        """Say whether the directory's path leads to another directory, or nowhere."""
+        """Return whether the directory's path leads to another directory, or nowhere."""
         ours = os.fstat(self.directory)
         try:
             named = os.stat(self._job.temp_dir, follow_symlinks=False)

@@ -29,7 +29,7 @@ class FilePosition(NamedTuple):
     head_crc: int
 
     def is_of(self, descriptor: int) -> bool:
-        """Say whether an open file of this inode is the file that was meant."""
+        """Return whether an open file of this inode is the file that was meant."""
         if os.fstat(descriptor).st_size < self.done:
             return False
         return crc32(os.pread(descriptor, self.head_bytes, 0)) == self.head_crc
@@ -64,7 +64,7 @@ class Position(NamedTuple):
         return next((each.done for each in known), 0)
 
     def is_fresh(self, monotonic_s: float) -> bool:
-        """Say whether the aggregator that wrote this is alive, or may be back any moment."""
+        """Return whether the aggregator that wrote this is alive, or may be back any moment."""
         return 0.0 <= monotonic_s - self.monotonic_s < FRESH_S
 
 

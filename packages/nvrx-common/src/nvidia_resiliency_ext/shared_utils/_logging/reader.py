@@ -292,7 +292,7 @@ class Sources:
             return os.pread(fd, source.after - source.offset, source.offset)
 
     def is_over(self, source: Source) -> bool:
-        """Say whether its writer has gone on to another file."""
+        """Return whether the file's writer has gone on to another file."""
         return source.time < self._newest.get(source.stem, 0)
 
     def remove(self, source: Source) -> None:

@@ -263,7 +263,7 @@ def goodput_text(timeline: Timeline) -> str:
 
 
 def ending(timeline: Timeline) -> str:
-    """Say how the job ended."""
+    """Return the end of a job in words."""
     if not timeline.is_ended:
         return "no end recorded"
     result = plain(timeline.result, _LONGEST_CAUSE) or "no result"
@@ -273,7 +273,7 @@ def ending(timeline: Timeline) -> str:
 
 
 def fault_line(fault: FaultNote) -> str:
-    """Tell one fault in a sentence, with its cycle."""
+    """Return one fault as a sentence, with its cycle."""
     cause_text = plain(both(fault.what, fault.detail), _LONGEST_CAUSE)
     who = "" if fault.rank is None else f" rank {fault.rank}"
     where = "" if _names_rank(cause_text, fault.rank) else f"{who} on {plain(fault.host)}"
@@ -284,7 +284,7 @@ def fault_line(fault: FaultNote) -> str:
 
 
 def short_cause(cause: str, faults: Iterable[FaultNote]) -> str:
-    """Return why a cycle ended: of a fault that is told beside it, only its name and rank."""
+    """Return the cause of a cycle's end: of one of ``faults`` only its name and rank."""
     for fault in faults:
         if cause and cause == fault.what:
             return fault.cause if fault.rank is None else f"{fault.cause} of rank {fault.rank}"
@@ -292,7 +292,7 @@ def short_cause(cause: str, faults: Iterable[FaultNote]) -> str:
 
 
 def restart_line(restart: Restart, faults: Iterable[FaultNote] = ()) -> str:
-    """Tell one restart in a sentence; a cause that is one of ``faults`` is only named."""
+    """Return one restart as a sentence; a cause that is one of ``faults`` is only named."""
     phases = ", ".join(f"{plain(name)} {duration(s)}" for name, s in restart.phases.items())
     short = short_cause(restart.cause, faults)
     cause = plain(short, _LONGEST_CAUSE) or "no cause given"
@@ -312,5 +312,5 @@ def both(what: str, detail: str) -> str:
 
 
 def _names_rank(text: str, rank: int | None) -> bool:
-    """Say whether a text begins with the rank, as the launcher's and the monitor's do."""
+    """Return whether a text begins with the rank, as the launcher's and the monitor's do."""
     return rank is not None and text.startswith(f"rank {rank} ")

@@ -126,7 +126,7 @@ class NodeAgent:
         self.post(machine.WorkerStuck(cause))
 
     def ranks_examined(self, ranks: list[dict[str, Any]], report: dict[str, Any]) -> None:
-        """Tell the other nodes what the ranks here do in a hang; `report` if it began here."""
+        """Report this node's ranks in a hang to the coordinator, with `report` if it began here."""
         self._ranks_in_hang = ranks
         complaint = None
         if report:

@@ -137,7 +137,7 @@ class SharedMonitor:
             self._unwatched = self.loop.call_at(at, self._say_unwatched)
 
     def _say_unwatched(self) -> None:
-        """Say that limits are set and no rank of any cycle has opened a client, or used it."""
+        """Warn that limits are set, but no rank of any cycle has opened or used a client."""
         if self._unwatched is None or self.unwatched_after_s is None:
             return
         self._unwatched.cancel()
@@ -330,11 +330,11 @@ class MonitorPerRank:
             monitor.prepare(cycle)
 
     def workers_changed(self, workers: messages.WorkersChanged) -> None:
-        """Tell all: whichever sees the launcher die sweeps."""
+        """Send the workers to all monitors: the first that sees the launcher die sweeps."""
         # Each evaluates its rank without the other nodes: it sees no stacks but that rank's.
-        alone = dataclasses.replace(workers, world_size=0)
+        standalone = dataclasses.replace(workers, world_size=0)
         for monitor in self._monitors:
-            monitor.workers_changed(alone)
+            monitor.workers_changed(standalone)
 
     def send(self, message: messages.LeaseHeld | messages.Examine | messages.EndRanks) -> None:
         """Send a lease to all monitors; none has more than one rank to compare in a hang."""

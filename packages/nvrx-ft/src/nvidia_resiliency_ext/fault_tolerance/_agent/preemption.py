@@ -138,7 +138,7 @@ class PreemptionController:
             self._job.monitor.save(at)
 
     def _report(self) -> None:
-        """Say how far the ranks are, which cannot go on from the next call on."""
+        """Report the furthest call of the ranks, once all wait in `should_checkpoint`."""
         if not self._is_asked or not self._job.monitor.is_save_acknowledged:
             return
         calls = self._job.monitor.save_calls()

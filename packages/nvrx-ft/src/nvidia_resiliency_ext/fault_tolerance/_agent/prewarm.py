@@ -130,7 +130,7 @@ class PrewarmStarter(workers.Starter):
         self._look_interval_s = min(2 * self._look_interval_s, LONGEST_LOOK_INTERVAL_S)
 
     def _announce(self) -> None:
-        """Say once in a cycle that the next restart finds every prewarmed worker ready."""
+        """Log once per cycle that every prewarmed worker is ready for the next restart."""
         slots = self._pool.slots
         if not self._is_announced and all(state is pools.SlotState.READY for state in slots):
             self._is_announced = True

@@ -122,7 +122,7 @@ class StoreRendezvous:
         return self.coordinator is not None and self.coordinator.is_alive() and not self._is_over
 
     def shutdown(self) -> None:
-        """Say goodbye, and let the store go when everybody has; a second call does nothing."""
+        """Say goodbye, and end the store when all nodes have; a second call does nothing."""
         if self._is_shut:
             return
         self._is_shut = True
@@ -208,7 +208,7 @@ class StoreRendezvous:
         return event
 
     def _say_clocks(self, what: str) -> None:
-        """Tell people whose clock is off, the same once."""
+        """Log the nodes whose clocks are off; the same text only once."""
         if what and what != self._said_of_clocks:
             logger.warning("%s", what)
         self._said_of_clocks = what

@@ -307,12 +307,12 @@ class ReportFault:
 
 
 class OpenNextRound(_Caused):
-    """Tell the other nodes that a restart begins, and why."""
+    """Announce to the other nodes that a restart begins, with its cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class CloseRendezvous:
-    """Tell everybody that there is no further round."""
+    """Announce to all nodes that there is no further round."""
 
     reason: str
     cause: Cause | None = None
@@ -320,19 +320,19 @@ class CloseRendezvous:
 
 @dataclass(frozen=True, slots=True)
 class ReportSuccess:
-    """Tell the other nodes that all workers of this one ended well, and wait for theirs."""
+    """Announce that all workers of this node ended well, and wait for those of other nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportBroken:
-    """Tell the rendezvous host that workers of this node failed; it decides what follows."""
+    """Report failed workers of this node to the coordinator, which decides on a restart."""
 
     cause: Cause
     all_gone: bool
 
 
 class LeaveRendezvous(_Caused):
-    """Tell the other nodes that this one takes part no longer."""
+    """Announce that this node leaves the job."""
 
 
 @dataclass(frozen=True, slots=True)

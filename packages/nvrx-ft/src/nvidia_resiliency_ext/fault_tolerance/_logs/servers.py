@@ -174,7 +174,7 @@ def _end_together(servers: Sequence[tuple[LogServer, Child]], grace_s: float | N
 
 
 def _check_port(host: str, port: int) -> None:
-    """Say early, and by name, that a port is taken, or the address not this machine's."""
+    """Raise early if the port is taken, or the address is not this machine's."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM

@@ -219,7 +219,7 @@ class HotPath:
             self.end_section(section)
 
     def _record_unwatched(self, section: str) -> None:
-        """Say once that a section has no timeout, where others have one."""
+        """Log once that a section has no timeout, where others have one."""
         if section in self._unwatched or not self._index or len(self._unwatched) >= _MAX_UNWATCHED:
             return
         self._unwatched.add(section)

@@ -136,11 +136,11 @@ class NodeSession:
         return None
 
     def renew_lease(self) -> None:
-        """Say that this node lives; when it returns, the store knows."""
+        """Renew this node's lease, and return when the store has it."""
         self.store.count(keys.lease(self.node), 1)
 
     def acknowledge(self) -> None:
-        """Say that this node has seen that a round was opened: it stops its workers."""
+        """Acknowledge an opened round: this node stops its workers."""
         self._append(NodeMessage(Kind.ACKNOWLEDGED, self.node), self.entry.round)
 
     def arrive(self, arrival: Arrival) -> bool:
@@ -246,7 +246,7 @@ class NodeSession:
             self.send(Kind.LEFT)
 
     def succeeded(self, round_: int) -> None:
-        """Say that all workers of this node ended well in `round_`; the last one wakes the host."""
+        """Record that this node's workers ended well in `round_`; the last node sends a notice."""
         if not self._is_in(round_):
             return
         self._append(NodeMessage(Kind.STATE, self.node, state=WorkerState.SUCCEEDED), round_)

@@ -59,13 +59,13 @@ class TorchEvents:
         self._thread: threading.Thread | None = None
 
     def started(self, assignment: Assignment, pids: Mapping[int, int]) -> None:
-        """Tell of the workers of a cycle, which run now."""
+        """Queue an event for each worker of a cycle that starts."""
         self._assignment, self._pids = assignment, dict(pids)
         for local_rank in self._pids:
             self._queue_event("START", local_rank)
 
     def ended(self, exit_code: int, failures: Sequence[Failure], stop_signal: int | None) -> None:
-        """Tell how the job ended here, of each worker and of the launcher itself."""
+        """Queue the events of the job's end here, of each worker and of the launcher itself."""
         failed = {failure.local_rank: failure for failure in failures}
         if stop_signal is None and (failed or exit_code == 0):
             for local_rank in self._pids:

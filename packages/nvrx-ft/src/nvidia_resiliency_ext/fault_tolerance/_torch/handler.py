@@ -377,7 +377,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         self._ask(lambda session: session.end(reason, cause))
 
     def _leave(self, kind: Kind, cause: Cause) -> None:
-        """Say that this node takes part no longer."""
+        """Announce that this node leaves the job."""
         self._ask(lambda session: session.send(kind, cause=cause, arrival=self._me))
         self._has_left = True
 
@@ -387,7 +387,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
             self._leave(Kind.UNHEALTHY, self._cause("unhealthy", what))
 
     def _let_go(self) -> None:
-        """Say goodbye and let everything go; the job goes on without this node, if it does."""
+        """Say goodbye and close session and ports; the job may go on without this node."""
         with self._changed:
             if self._is_let_go:
                 return

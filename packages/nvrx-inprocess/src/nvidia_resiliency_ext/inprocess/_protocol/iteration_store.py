@@ -66,7 +66,7 @@ class IterationStore:
         return self._access.operations
 
     def complete(self, iteration: int, arrival: Arrival) -> None:
-        """Say that a rank has completed, or is a reserve; the last one makes that the outcome."""
+        """Record that a rank has completed, or is a reserve; the last one decides the outcome."""
         keys = self._keys(iteration)
         self._access.append(keys.completions, format_arrival(arrival))
         # If others report, this one is not waited for.

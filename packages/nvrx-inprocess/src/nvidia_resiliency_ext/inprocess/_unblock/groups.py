@@ -63,7 +63,7 @@ def backend_of(group: Any, device: Any) -> Backend | None:
 
 
 def is_gloo_group(group: Any) -> bool:
-    """Say whether a group uses gloo for any device."""
+    """Return whether a group uses gloo for any device."""
     return any(map(is_gloo, _backends_of(group)))
 
 

@@ -104,12 +104,12 @@ def own_memory(address: int, size: int) -> bytes:
 
 
 def is_in_futex(native_id: int) -> bool:
-    """Say whether a thread waits for another one, as in a condition variable of C++."""
+    """Return whether a thread waits for another one, as in a condition variable of C++."""
     return kernel_wait(native_id)[0] is Wait.FUTEX
 
 
 def is_in_untimed_condition(native_id: int | str) -> bool:
-    """Say whether a thread waits for a condition variable of C or C++, and without a limit."""
+    """Return whether a thread waits for a condition variable of C or C++, and without a limit."""
     call = system_call(native_id)
     if not call or _CALLS.get(platform.machine(), {}).get(call[0]) is not Wait.FUTEX:
         return False

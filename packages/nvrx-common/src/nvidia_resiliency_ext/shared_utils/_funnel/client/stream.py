@@ -55,7 +55,7 @@ class Stream:
         self._next_batch_at = 0.0
 
     def is_done(self, seq: int) -> bool:
-        """Say whether every chunk up to a number is in its file, or was given up."""
+        """Return whether every chunk up to a number is in its file, or was given up."""
         return self._confirmed_seq >= seq or (seq < self._next_seq and not self.has_chunks())
 
     def seq_after_cut(self) -> int:
@@ -79,13 +79,13 @@ class Stream:
         return bool(self._window) or self.has_unsent()
 
     def has_unsent(self) -> bool:
-        """Say whether a chunk would leave now if the window let it."""
+        """Return whether a chunk would leave now if the window let it."""
         spilled = self.spill is not None and self.spill.has_unread()
         has_more = spilled or self._waiting or self._gap.lines
         return bool(has_more or self._sent < len(self._window))
 
     def window_is_full(self) -> bool:
-        """Say whether nothing new may leave before something is confirmed."""
+        """Return whether nothing new may leave before something is confirmed."""
         has_many = len(self._window) >= _MAX_WINDOW_CHUNKS
         return has_many or self._window_bytes >= self.budget.window_bytes
 

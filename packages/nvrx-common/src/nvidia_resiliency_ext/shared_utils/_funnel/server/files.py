@@ -44,7 +44,7 @@ def ledger_name(log_name: str) -> str:
 
 
 def is_ledger_name(name: str) -> bool:
-    """Tell whether a file of that name is a ledger, which no sender may write to."""
+    """Return whether a file of that name is a ledger, which no sender may write to."""
     return name.startswith(".") and name.endswith(_SUFFIX)
 
 

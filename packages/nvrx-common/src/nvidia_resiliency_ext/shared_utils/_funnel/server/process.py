@@ -185,7 +185,7 @@ def _address(host: str, port: int) -> str:
 
 
 def _is_served(address: str) -> bool:
-    """Tell whether somebody listens on a Unix socket; gRPC would take its place in silence."""
+    """Return whether somebody listens on a Unix socket; gRPC would take its place in silence."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:

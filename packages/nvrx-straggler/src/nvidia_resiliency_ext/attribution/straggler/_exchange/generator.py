@@ -168,7 +168,7 @@ class ReportGenerator:
 
     @property
     def exchanges(self) -> bool:
-        """Tell whether a report is a collective."""
+        """Return whether a report is a collective."""
         return self.is_computing_rel_scores or self.gather_on_rank0
 
     def generate_report(

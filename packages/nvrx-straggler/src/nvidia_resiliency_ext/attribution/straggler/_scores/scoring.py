@@ -45,7 +45,7 @@ _SMALLEST = float(np.finfo(np.float64).tiny)
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Tell whether a value is a real number; True and False are none."""
+    """Return whether a value is a real number; True and False are none."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
@@ -126,7 +126,7 @@ class ScoringOptions:
 
     @property
     def is_minimum_of_all(self) -> bool:
-        """Tell whether a minimum over all ranks is the reference: one reduction tells it."""
+        """Return whether a minimum over all ranks is the reference: one reduction tells it."""
         return self.quantile == 0 and not self.peer_groups
 
     def peers_of(self, rank: int, world_size: int) -> list[int]:
@@ -174,7 +174,7 @@ class Window:
 
 
 def _is_compute(name: str) -> bool:
-    """Tell whether a kernel of this name does not wait for other ranks."""
+    """Return whether a kernel of this name does not wait for other ranks."""
     return not any(part in name for part in COMMUNICATION_KERNELS)
 
 
