@@ -177,7 +177,7 @@ class MonitorProcess:
             self._page.stamp(timestamp.auto, timestamp.manual)
 
     def record_interrupted(self, records: Iterable[InterruptionRecord]) -> None:
-        """Report the interruptions of this rank."""
+        """Report the interruptions of this rank that `records` hold."""
         for record in records:
             self._link.report(record.interruption)
 
