@@ -309,21 +309,21 @@ def test_a_second_control_plane_and_a_wrong_token_do_no_harm(
         path.chmod(0o600)
     right = ("--ft-rdzv-token-file", str(made.job.folder / "right"))
     first = made.control(*right)
-    *workers, stranger = made.launcher_hosts
+    *workers, unsigned = made.launcher_hosts
     made.start(*right, steps=500, hosts=workers)
     made.job.wait_for_step(0, 3, ranks=2)
     wrong = ("--ft-rdzv-token-file", str(made.job.folder / "wrong"))
     with made.ranks_stopped(0, 2):
-        made.start(*wrong, steps=500, hosts=[stranger])
+        made.start(*wrong, steps=500, hosts=[unsigned])
         second = made.control(*right)
         assert second.wait(60) == 1
         said = made.log_of_control()
         assert "Address already in use" in said
         assert said.count("\n") == 1, said
-        assert made.job.launchers[stranger.name].wait(60) == 1
-        assert "the signature is wrong" in made.job.log(stranger), made.job.tails()
+        assert made.job.launchers[unsigned.name].wait(60) == 1
+        assert "the signature is wrong" in made.job.log(unsigned), made.job.tails()
     made.planes = [first]
-    made.assert_ended_well(500, **{stranger.name: 1})
+    made.assert_ended_well(500, **{unsigned.name: 1})
     assert made.job.cycles() == [0]
     made.assert_lines(0)
     assert "token goes through" not in made.log_of_control()

@@ -34,7 +34,7 @@ def start(network: Network, folder: Path, action: str) -> list[tuple[HostProcess
 
 
 def test_a_host_cut_off_during_a_save_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
-    """A lost keeper fails the save with its name within the timeouts; the one before it loads."""
+    """A lost peer fails the save with its name within the timeouts; the one before it loads."""
     with Network(2, keep=[tmp_path]) as network:
         saving = start(network, tmp_path, "save")
         ready = [tmp_path / f"ready{rank}" for rank in range(2)]

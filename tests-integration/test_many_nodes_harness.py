@@ -47,11 +47,11 @@ def entry(t: float, cycle: int, what: str, **more: Any) -> dict[str, Any]:
         ([entry(2, 0, "step", attempt=1), entry(1, 3, "step"), entry(3, 3, "step")], 1),
         ([entry(1, 0, "start"), entry(2, 0, "start", host="b")], 1),
         ([entry(1, 0, "start"), entry(2, 0, "start", rank=1, host="b")], 0),
-        ([entry(1, 0, "stranger")], 1),
+        ([entry(1, 0, "foreign_rank")], 1),
     ],
 )
 def test_two_groups_at_once_are_found(entries: list[dict[str, Any]], wrong: int) -> None:
-    """Steps or writes of an earlier cycle after those of a later one, and strangers, are found."""
+    """Foreign ranks, and steps of an earlier cycle after those of a later one, are found."""
     assert len(overlaps(entries)) == wrong
 
 
@@ -100,15 +100,15 @@ def test_a_second_group_at_work_fails_the_check(nodes_job: Callable[..., NodesJo
 
 
 @pytest.mark.netns
-def test_a_rank_of_another_cycle_is_a_stranger(nodes_job: Callable[..., NodesJob]) -> None:
+def test_a_rank_of_another_cycle_is_foreign(nodes_job: Callable[..., NodesJob]) -> None:
     """A rank that comes to rank 0 of another cycle is refused, and the record says so."""
     job = nodes_job(2)
     first = alone(job, job.network[0], world=2, cycle=1)
     second = alone(job, job.network[1], rank=1, world=2, cycle=0)
     assert first.wait(20) == 1, job.tails()
     assert second.wait(20) == 1, job.tails()
-    assert [found["who"]["cycle"] for found in job.entries("stranger")] == ["0"]
-    with pytest.raises(AssertionError, match="stranger"):
+    assert [found["who"]["cycle"] for found in job.entries("foreign_rank")] == ["0"]
+    with pytest.raises(AssertionError, match="foreign_rank"):
         job.assert_fenced()
 
 

@@ -123,8 +123,8 @@ def test_a_rank_that_has_not_begun_is_not_waited_for(job: Job) -> None:
 
 def test_a_new_monitor_knows_that_saving_is_asked_for(job: Job) -> None:
     """A monitor that dies while ranks are asked to save does not keep them from it."""
-    start(job, NEVER_DONE, "--gate", "2", nproc=2)
-    wait_until(lambda: len(list(job.out.glob("gate_*"))) == 2, job.log)
+    start(job, NEVER_DONE, "--pause", "2", nproc=2)
+    wait_until(lambda: len(list(job.out.glob("pause_*"))) == 2, job.log)
     announce(job)
     wait_until(lambda: "asked to save" in job.log(), job.log)
     (job.out / "go_0").touch()

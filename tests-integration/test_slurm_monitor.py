@@ -97,7 +97,7 @@ def shown_by(port: int) -> dict[str, dict[str, Any]]:
 def test_failed_jobs_of_a_real_slurm_get_verdicts(slurm: OneMachine, tmp_path: Path) -> None:
     """An import error, a segfault of each task of an array, a cancelled job and a lost node."""
     with watched(slurm, tmp_path) as (service, root, port):
-        jobs = judged_jobs(slurm, root, port)
+        jobs = evaluated_jobs(slurm, root, port)
         wanted = [
             *(("FAILED", "STOP", "user.import_error"),),
             *([("FAILED", "RESTART", "host.segfault")] * 2),
@@ -160,8 +160,8 @@ def watched(slurm: OneMachine, tmp_path: Path) -> Iterator[tuple[Service, Path, 
                 monitor.kill()
 
 
-def judged_jobs(slurm: OneMachine, root: Path, port: int) -> list[dict[str, Any]]:
-    """Let jobs fail in five ways; return what the monitor shows of them when all are judged."""
+def evaluated_jobs(slurm: OneMachine, root: Path, port: int) -> list[dict[str, Any]]:
+    """Let jobs fail in five ways; return what the monitor shows of them when all are evaluated."""
 
     def state(job: str) -> dict[str, Any]:
         return shown_by(port).get(job, {})

@@ -9,7 +9,7 @@ import pytest
 
 TOOL = Path(__file__).parents[1] / "tools" / "check_api.py"
 
-FACE = """
+PUBLIC_API = """
 from ._inside import Thing as Renamed, helper
 from typing import TYPE_CHECKING
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Thing(Base, metaclass=Meta):
 async def helper(*items: int, **options: object) -> list[str]: ...
 '''
 EXPECTED = """\
-nvidia_resiliency_ext.face
+nvidia_resiliency_ext.part
   LIMIT: int = 3
   class Lazy
   class Renamed(Base, metaclass=Meta)
@@ -45,9 +45,9 @@ nvidia_resiliency_ext.face
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """Write one distribution and return the folder of its package."""
-    folder = tmp_path / "packages" / "nvrx-a" / "src" / "nvidia_resiliency_ext" / "face"
+    folder = tmp_path / "packages" / "nvrx-a" / "src" / "nvidia_resiliency_ext" / "part"
     folder.mkdir(parents=True)
-    (folder / "__init__.py").write_text(FACE)
+    (folder / "__init__.py").write_text(PUBLIC_API)
     (folder / "_inside.py").write_text(INSIDE)
     (folder / "_later.py").write_text("class Lazy: ...\n")
     return folder
@@ -84,7 +84,7 @@ def test_record_shows_names_signatures_and_members(source: Path, tmp_path: Path)
         ("__init__.py", "LIMIT: int = 3", "LIMIT: int = 4"),
     ],
 )
-def test_change_of_the_face_is_shown(
+def test_change_of_the_api_is_shown(
     source: Path, tmp_path: Path, file: str, old: str, new: str
 ) -> None:
     """A changed default, type, kind, name or value fails the check with a diff."""
@@ -128,7 +128,7 @@ def test_members_inherited_from_private_classes_are_shown(source: Path, tmp_path
     )
     assert run(tmp_path, "--write")[0] == 0
     record = (tmp_path / "packages" / "nvrx-a" / "tests" / "public_api.txt").read_text()
-    assert record.partition("nvidia_resiliency_ext.face.other\n")[2] == (
+    assert record.partition("nvidia_resiliency_ext.part.other\n")[2] == (
         "  class Known\n"
         "      def known(self)\n"
         "  class Leaf(Renamed[int], Mixin, Known, Far)\n"

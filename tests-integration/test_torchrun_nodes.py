@@ -30,8 +30,8 @@ PYPROJECT = CHECKOUT / "packages/nvrx-ft/pyproject.toml"
 def nvrx_backend(job: NodesJob, **conf: object) -> list[str]:
     """Return the flags of a torchrun that meets by our rounds."""
     settings = ",".join(f"{name}={value}" for name, value in conf.items())
-    meeting = f"--rdzv-backend=nvrx --rdzv-endpoint={job.network[0].name}:{PORT} --rdzv-id=t"
-    return [*meeting.split(), f"--rdzv-conf={settings}"]
+    rendezvous = f"--rdzv-backend=nvrx --rdzv-endpoint={job.network[0].name}:{PORT} --rdzv-id=t"
+    return [*rendezvous.split(), f"--rdzv-conf={settings}"]
 
 
 def with_entry_point(job: NodesJob) -> dict[str, str]:
@@ -61,7 +61,7 @@ def test_a_spare_takes_over_under_plain_torchrun(nodes_job: Callable[..., NodesJ
             nnodes="2:3",
             nproc=2,
             max_restarts=3,
-            meeting=nvrx_backend(job, heartbeat_timeout=1),
+            rendezvous=nvrx_backend(job, heartbeat_timeout=1),
             environment=with_entry_point(job),
         )
 
@@ -95,7 +95,7 @@ def test_an_excluded_host_leaves_under_plain_torchrun(nodes_job: Callable[..., N
             hosts=[host],
             nnodes="2:3",
             max_restarts=3,
-            meeting=nvrx_backend(job, heartbeat_timeout=1, segment_health_check_dir=files),
+            rendezvous=nvrx_backend(job, heartbeat_timeout=1, segment_health_check_dir=files),
             environment={
                 **with_entry_point(job),
                 "SLURM_JOB_ID": str(50 + number),
@@ -127,7 +127,7 @@ def test_an_excluded_host_leaves_under_plain_torchrun(nodes_job: Callable[..., N
         pytest.param(ENDPOINT, "--rdzv-backend=static", 2, id="endpoint-backend-2"),
     ],
 )
-def test_the_port_of_the_meeting_is_given_as_master_port_too(
+def test_the_port_of_the_rendezvous_is_given_as_master_port_too(
     nodes_job: Callable[..., NodesJob], form: str, backend: str, hosts: int
 ) -> None:
     """The nodes meet at the one port that was given, train, and train again after a fault."""
@@ -139,7 +139,7 @@ def test_the_port_of_the_meeting_is_given_as_master_port_too(
             *("--steps", "10000000", "--step-ms", "40"),
             hosts=[host],
             nproc=2,
-            meeting=[*words.split(), *backend.split()],
+            rendezvous=[*words.split(), *backend.split()],
             flags=["--ft-prewarm", "off"],
         )
     job.wait_for_step(0, 3, ranks=2 * hosts)

@@ -45,7 +45,7 @@ def one_job(seed: int, count: int, options: argparse.Namespace) -> list[Outcome]
     folder = Path(tempfile.mkdtemp(prefix="nvrx-chaos-"))
     with Network(hosts_needed(control=control), keep=[folder], clocks_apart=True) as network:
         job = NodesJob(network, folder)
-        campaign = Campaign(network, job, control=control, tell=lambda text: told(options, text))
+        campaign = Campaign(network, job, control=control, report=lambda text: told(options, text))
         try:
             outcomes = campaign.run(faults)
         except BaseException:

@@ -428,11 +428,11 @@ StragglerDetectionCallback(
 from nvidia_resiliency_ext.attribution.base import AttributionState, NVRxAttribution
 def read() -> str:
     return "text"
-async def judge(text: str) -> list[str]:
+async def evaluate(text: str) -> list[str]:
     return [text, "bad"]
 def put_out(found: list[str]) -> tuple[str, AttributionState]:
     return " ".join(found), AttributionState.STOP
-analysis = NVRxAttribution(preprocess_input=read, attribution=judge, output_handler=put_out)
+analysis = NVRxAttribution(preprocess_input=read, attribution=evaluate, output_handler=put_out)
 assert analysis.run_sync({}) == ("text bad", AttributionState.STOP)
 def misfit(number: int) -> list[str]:
     return []

@@ -142,7 +142,7 @@ class Campaign:
         job: NodesJob,
         *,
         control: bool,
-        tell: Callable[[str], None] = lambda _: None,
+        report: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.network = network
         self.job = job
@@ -151,7 +151,7 @@ class Campaign:
         self.hosts = list(network)[control:]
         self.watch = Watch(job)
         self.outcomes: list[Outcome] = []
-        self._tell = tell
+        self._report = report
         # Hosts whose launcher may leave, and whether it must.
         self._gone: dict[Host, bool] = {}
         self._controls = 0
@@ -190,7 +190,7 @@ class Campaign:
         before = self.watch.cycle
         self._expect_cycle(self._restarts)
         victim, hits_workers = self._victim(fault)
-        self._tell(f"{fault} hits {victim}")
+        self._report(f"{fault} hits {victim}")
         allowed = restarts_allowed(fault, hits_workers=hits_workers)
         began = time.monotonic()
         decided = self._make(fault, victim)
@@ -316,7 +316,7 @@ class Campaign:
             names = {name for name, _ in self.watch.starts[self.watch.cycle].values()}
             candidates = [host for host in self.hosts if host.name in names]
         second = candidates[int(fault.chance[1] * len(candidates))]
-        self._tell(f"  then {fault.second} of {second} when {fault.stage}")
+        self._report(f"  then {fault.second} of {second} when {fault.stage}")
         made: float | None = getattr(self, f"_make_{fault.second}")(fault, second)
         return made
 

@@ -171,7 +171,7 @@ def _pid_of(pidfd: int) -> int:
     return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pid:"))
 
 
-class _Room:
+class _NamespaceSet:
     """A set of namespaces with an agent as its first process, and the socket to it."""
 
     def __init__(self) -> None:
@@ -321,7 +321,7 @@ def _descriptor(file: File, default: int, stack: contextlib.ExitStack) -> int:
     return number
 
 
-class Host(_Room):
+class Host(_NamespaceSet):
     """One host: its name and address, programs on it, and its link to the others."""
 
     def __init__(self, network: Network, number: int, name: str) -> None:
@@ -535,13 +535,13 @@ class Host(_Room):
             words += ["rate", f"{self._mbit}mbit"] if self._mbit else []
         elif self._mbit:
             words = ["tbf", "rate", f"{self._mbit}mbit", "burst", "64kb", "latency", "200ms"]
-        for room, device in ((self.network.lab, self._cable), (self, "eth0")):
+        for side, device in ((self.network.lab, self._cable), (self, "eth0")):
             where = ["dev", device, "root"]
             env = {"PATH": _search_path()}
             if words:
-                room.run(["tc", "qdisc", "replace", *where, *words], env=env, cwd="/")
+                side.run(["tc", "qdisc", "replace", *where, *words], env=env, cwd="/")
             else:
-                room.run(["tc", "qdisc", "del", *where], env=env, cwd="/", check=False)
+                side.run(["tc", "qdisc", "del", *where], env=env, cwd="/", check=False)
 
     def _tell_relay(self, seed: int) -> None:
         """Give the relay its delay and loss; start it first where needed."""
@@ -636,7 +636,7 @@ class Network:
         self.clocks_apart = clocks_apart and os.path.exists("/proc/self/ns/time")
         self.complaints = -1
         self.hosts: list[Host] = []
-        self.lab = _Room()
+        self.lab = _NamespaceSet()
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Network:  # noqa: PYI034 - Python 3.10 has no Self

@@ -90,8 +90,8 @@ def overlaps(entries: Iterable[Entry]) -> list[str]:
             if same_rank:
                 found.append(f"{entry} has the rank of {same_rank}")
             same_rank.append(process)
-        if entry["what"] == "stranger":
-            found.append(f"met a stranger: {entry}")
+        if entry["what"] == "foreign_rank":
+            found.append(f"met a foreign rank: {entry}")
         if entry["what"] in ("step", "save", "saved"):
             first.setdefault(group, entry)
             last[group] = entry
@@ -155,24 +155,24 @@ class NodesJob:
         nproc: int | str = 1,
         max_restarts: int = 3,
         endpoint: str = "",
-        meeting: Sequence[str] | None = None,
+        rendezvous: Sequence[str] | None = None,
         flags: Sequence[str] = (),
         program: Path = COUNTING_RANK,
     ) -> list[str]:
         """Return a launcher's command line; programs get the shared folder and the arguments.
 
         The rendezvous is at the first host unless an endpoint is given, or by the flags of
-        `meeting`.
+        `rendezvous`.
         """
-        if meeting is None:
-            meeting = [
+        if rendezvous is None:
+            rendezvous = [
                 *("--rdzv-backend", "c10d", "--rdzv-id", self.id),
                 *("--rdzv-endpoint", endpoint or f"{self.network[0].name}:{PORT}"),
             ]
         return [
             *(sys.executable, "-m", self.launcher),
             *("--nnodes", str(nnodes or len(self.network)), "--nproc-per-node", str(nproc)),
-            *("--max-restarts", str(max_restarts), *meeting),
+            *("--max-restarts", str(max_restarts), *rendezvous),
             *(*flags, str(program), str(self.shared), *arguments),
         ]
 

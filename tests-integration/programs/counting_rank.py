@@ -113,7 +113,7 @@ class Group:
                 who = peer.receive()
                 rank = who.pop("rank")
                 if who != self.me or rank in taken:
-                    self.record.say("stranger", who={**who, "rank": rank}, me=self.me)
+                    self.record.say("foreign_rank", who={**who, "rank": rank}, me=self.me)
                     raise SystemExit(f"rank {rank} of {who} came to {self.me}")
                 taken[rank] = peer
         self.peers = [taken[rank] for rank in sorted(taken)]
@@ -151,7 +151,7 @@ class Group:
         for peer in self.peers:
             message = peer.receive()
             if message["step"] != step:
-                self.record.say("stranger", who=message, me=self.me)
+                self.record.say("foreign_rank", who=message, me=self.me)
                 raise SystemExit(f"step {message['step']} came in step {step}")
             total += message["share"]
             leave = leave or message["told"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank that works in lock-step with the others and saves and leaves when it is told to.
 
-    saving_rank.py OUT STEPS [--ask every|never] [--catch] [--late RANK] [--gate STEP]
+    saving_rank.py OUT STEPS [--ask every|never] [--catch] [--late RANK] [--pause STEP]
 
 In each step all ranks wait for each other, through files: what a collective does. A rank that would
 save at another step than the others leaves them waiting. The last step saved is the first one of
@@ -43,12 +43,12 @@ def main():
     parser.add_argument("--ask", default="every")
     parser.add_argument("--catch", action="store_true")
     parser.add_argument("--late", type=int, default=-1)
-    parser.add_argument("--gate", type=int, default=-1)
+    parser.add_argument("--pause", type=int, default=-1)
     options = parser.parse_args()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cycle = os.environ["NVRX_CYCLE"]
-    meeting = options.out / f"cycle_{cycle}"
-    meeting.mkdir(exist_ok=True)
+    steps_done = options.out / f"cycle_{cycle}"
+    steps_done.mkdir(exist_ok=True)
     if options.catch:
         caught = options.out / f"caught_{cycle}_{rank}"
         signal.signal(signal.SIGUSR1, lambda *_: caught.write_text("SIGUSR1"))
@@ -64,10 +64,10 @@ def main():
     while step < options.steps:
         step += 1
         time.sleep(random.uniform(0.0, 0.004))
-        (meeting / f"{step}_{rank}").touch()
-        wait_for_all([meeting / f"{step}_{other}" for other in range(world)])
-        if step == options.gate:
-            (options.out / f"gate_{rank}").touch()
+        (steps_done / f"{step}_{rank}").touch()
+        wait_for_all([steps_done / f"{step}_{other}" for other in range(world)])
+        if step == options.pause:
+            (options.out / f"pause_{rank}").touch()
             wait_for((options.out / f"go_{rank}").exists)
         if options.ask == "every" and client.should_checkpoint():
             (options.out / f"saved_{cycle}_{rank}").write_text(str(step))

@@ -52,7 +52,7 @@ LIMITS: tuple[tuple[str, dict[str, Any], str, str, float], ...] = (
 )
 
 
-def judge(found: dict[str, Any]) -> dict[str, Any]:
+def evaluate(found: dict[str, Any]) -> dict[str, Any]:
     """Return a figure with the limits that hold for it, and whether it keeps them."""
     limits = {
         f"{word} {key}": limit
@@ -75,7 +75,7 @@ def run(arguments: list[str]) -> list[dict[str, Any]]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
         for line in program.stdout:
-            found.append(judge(json.loads(line)))
+            found.append(evaluate(json.loads(line)))
             print(json.dumps(found[-1]), flush=True)
     if program.returncode:
         raise SystemExit(program.returncode)

@@ -238,7 +238,7 @@ def test_launchers_of_an_array_share_a_service(tmp_path, monkeypatch, socket_fol
 
 
 def test_cycle_that_ends_while_a_verdict_is_awaited_counts(tmp_path, monkeypatch, socket_folder):
-    """A crash loop faster than its verdicts: each cycle is judged and in the next one's history."""
+    """A crash loop faster than its verdicts: each is made, and is in the next cycle's history."""
     root = tmp_path / "logs"
     root.mkdir()
     monkeypatch.setenv("SLURM_JOB_ID", "5")

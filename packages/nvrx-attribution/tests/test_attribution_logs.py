@@ -718,8 +718,8 @@ def test_hostile_logs(name):
 def test_log_of_many_faces():
     """Of a log in which no line is like another so many are told apart, and no more."""
     scanner = engine.LogScanner()
-    faces = (bytes(97 + (n // 26**k) % 26 for k in range(5)) for n in range(25_000))
-    scanner.feed(b"".join(b"RuntimeError: %s broke\n" % face for face in faces))
+    words = (bytes(97 + (n // 26**k) % 26 for k in range(5)) for n in range(25_000))
+    scanner.feed(b"".join(b"RuntimeError: %s broke\n" % word for word in words))
     assert scanner.finish().coverage["lines"] == 25_000
     result = scanner._scanner.result
     assert (len(result.events), result.dropped_events) == (20_000, 5_000)

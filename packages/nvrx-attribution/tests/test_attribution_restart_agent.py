@@ -211,7 +211,7 @@ def test_no_retry_at_all(tmp_path):
 
 
 def test_growing_log(tmp_path):
-    """A log is read from start to end of the job in parts, and judged at both times."""
+    """A log is read from start to end of the job in parts, and evaluated at both times."""
     log = tmp_path / "job.log"
     log.write_text(STEP.format(1))
     source = {"l0_source": {"read_mode": "single_snapshot"}}

@@ -474,7 +474,7 @@ def test_journal_and_history_survive(tmp_path):
 
 
 def test_history_of_a_service_is_read_and_not_written_by_others(tmp_path, caplog):
-    """The program may judge a log by a service's history, and leaves that as it is."""
+    """The program may evaluate a log by a service's history, and leaves that as it is."""
     log, kept = tmp_path / "l", tmp_path / "history.jsonl"
     log.write_text(STEP.format(7) + "[rank0]: Segmentation fault (core dumped)\n")
     JobHistory(str(kept)).add("/l0", "job", engine.analyze(log))
@@ -752,7 +752,7 @@ def test_requeued_job_is_an_attempt_of_its_own(tmp_path, given, begins):
 
 
 def test_attempt_that_was_cut_off_ends_when_the_next_begins(tmp_path):
-    """A launcher that is killed says nothing: its attempt is judged when the next one begins."""
+    """A launcher that is killed says nothing: its attempt is evaluated when the next one begins."""
     log = tmp_path / "job_cycle0.log"
 
     async def scenario():

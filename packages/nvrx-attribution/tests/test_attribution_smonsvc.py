@@ -201,8 +201,8 @@ def test_each_run_of_a_requeued_job_counts(slurm, monitor_of, tmp_path, is_seen,
 
 @pytest.mark.parametrize("ends", ["FAILED", "CANCELLED"])
 def test_a_run_between_two_looks_counts(slurm, monitor_of, tmp_path, ends, socket_folder):
-    """A requeued job that fails again before the next look is judged; one that is cancelled while
-    it waits has no further run.
+    """A requeued job that fails again before the next look is evaluated; one that is cancelled
+    while it waits has no further run.
     """
     root, state = tmp_path / "logs", tmp_path / "state"
     root.mkdir()

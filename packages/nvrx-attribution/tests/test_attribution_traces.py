@@ -138,10 +138,10 @@ def test_answers_that_wait_to_be_read_count(tmp_path, monkeypatch):
     """What a reader has written counts while the answers of another one are read."""
     monkeypatch.setattr(loading, "_WORKER", "print('{}' + ' ' * 3000)")
     orders = {"limit_bytes": 1, "allowed_root": None, "cpu_s": 60}
-    room = loading._Room("dumps", 4_000)
+    budget = loading._MemoryBudget("dumps", 4_000)
     deadline = Deadline.after(60)
     with contextlib.ExitStack() as stack:
-        start = [stack.enter_context(loading._Worker([("a", 0)], orders, room)) for _ in range(2)]
+        start = [stack.enter_context(loading._Worker([("a", 0)], orders, budget)) for _ in range(2)]
         assert all(worker._child.wait(60) for worker in start)
         with pytest.raises(NoTraceError, match="more than 4000 bytes"):
             list(start[0].answers(0.01, deadline))
@@ -226,7 +226,7 @@ def test_lines_of_any_length_are_read_whole(monkeypatch):
     lines = [b"", b"a", b"abcdefghij", b"abc", b"abcd", b"x" * 100, b""]
     worker = object.__new__(loading._Worker)
     worker._offset, worker._rest = 0, []
-    worker._room = loading._Room("", 1000)
+    worker._budget = loading._MemoryBudget("", 1000)
     worker._answers = os.memfd_create("lines")
     try:
         found = []

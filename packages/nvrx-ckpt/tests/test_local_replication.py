@@ -236,7 +236,7 @@ def replicate_and_compare(rank, world, root):
 
 @pytest.mark.no_second_try
 def test_replicas_are_the_same_files(four_ranks, tmp_path):
-    """A copy is byte for byte the file of its owner, and lies in the directory of its keeper."""
+    """A copy is byte for byte the file of its owner, and lies in the directory of its peer."""
     found = four_ranks.run(replicate_and_compare, tmp_path)
     for rank, listing in enumerate(found):
         assert listing == [f"iter_0000001_{r}_local.pt" for r in sorted((rank, (rank + 2) % 4))]
@@ -292,7 +292,7 @@ def full_replica(rank, world, root, place):
 @pytest.mark.no_second_try
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
 def test_no_space_for_a_replica_is_an_error_on_all_ranks(four_ranks, tmp_path):
-    """ENOSPC at a keeper fails the save everywhere, names it, and the next save succeeds."""
+    """ENOSPC at a peer fails the save everywhere, names it, and the next save succeeds."""
     place = tmp_path / "small"
     place.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", place], check=True)
@@ -309,7 +309,7 @@ def test_no_space_for_a_replica_is_an_error_on_all_ranks(four_ranks, tmp_path):
 
 @pytest.fixture
 def server(tmp_path):
-    """A keeper of copies at rank 1, in this process."""
+    """A server of copies at rank 1, in this process."""
     found = PeerServer(RankDirectory(tmp_path, "", 1), "127.0.0.1", TOKEN, lambda *_: "", 2.0)
     yield found
     found.close()
@@ -325,7 +325,7 @@ def job_of(tmp_path, peers, nbytes=100_000):
 
 
 def test_a_copy_is_read_back_as_it_was(server, tmp_path):
-    """What a keeper gives back has the bytes of the original, and its name only when whole."""
+    """A copy that a peer gives back has the bytes of the original, and its name only when whole."""
     job, storages = job_of(tmp_path, [peer_of(server)])
     assert run_save_job(job, storages) == ""
     source = PeerSource(peer_of(server), ShardName(3, 0))
@@ -336,21 +336,21 @@ def test_a_copy_is_read_back_as_it_was(server, tmp_path):
     assert bytes(data) == storages[0]
 
 
-class MeetingSource(PeerSource):
+class RendezvousSource(PeerSource):
     """A copy whose first large read waits until the other copy is being read as well."""
 
-    meeting = threading.Barrier(2)
+    rendezvous = threading.Barrier(2)
     has_met = False
 
     def read_into(self, position, target):
         if target.nbytes > 10_000 and not self.has_met:
             self.has_met = True
-            self.meeting.wait(60)
+            self.rendezvous.wait(60)
         super().read_into(position, target)
 
 
 def test_a_shard_is_read_from_all_who_have_a_copy_at_once(tmp_path):
-    """Two keepers send different tensors at the same time, and each byte is right."""
+    """Two peers send different tensors at the same time, and each byte is right."""
     with contextlib.ExitStack() as stack:
         servers = []
         for rank in (1, 2):
@@ -365,7 +365,7 @@ def test_a_shard_is_read_from_all_who_have_a_copy_at_once(tmp_path):
         content = ShardContent(identity, parts.state_class, parts.skeleton, tuple(lengths))
         job = SaveJob(str(tmp_path), "", 0, content, tuple(peers))
         assert run_save_job(job, parts.storages) == ""
-        sources = [MeetingSource(peer, ShardName(3, 0)) for peer in peers]
+        sources = [RendezvousSource(peer, ShardName(3, 0)) for peer in peers]
         state = load_state(read_manifest(sources[0]), sources, strict=True)
         for source in sources:
             source.close()
@@ -414,7 +414,7 @@ def test_a_copied_error_has_no_secret():
 
 
 def test_who_does_not_know_the_token_gets_and_gives_nothing(server):
-    """A wrong token is refused, by the keeper and by whoever asks a keeper."""
+    """A wrong token is refused, by the server of a peer and by its client."""
     with pytest.raises(PeerError):
         PeerTarget(peer_of(server, b"wrong" * 7), ShardName(3, 0))
     assert RankDirectory(server._directory._session or "", "", 1).names() == []
@@ -423,17 +423,17 @@ def test_who_does_not_know_the_token_gets_and_gives_nothing(server):
 @pytest.mark.parametrize(
     "garbage", [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(200), b"\xff" * 5000]
 )
-def test_garbage_does_not_disturb_a_keeper(server, tmp_path, garbage):
-    """Whatever a stranger sends, the keeper goes on serving those who belong to the job."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as stranger:
-        stranger.sendall(garbage)
+def test_garbage_does_not_disturb_a_peer(server, tmp_path, garbage):
+    """Whatever a client without the token sends, the peer goes on serving ranks of the job."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as client:
+        client.sendall(garbage)
     job, storages = job_of(tmp_path, [peer_of(server)])
     assert run_save_job(job, storages) == ""
 
 
 @pytest.mark.no_second_try
 def test_a_copy_that_is_not_finished_is_dropped(server, tmp_path):
-    """A sender that goes away in the middle leaves nothing behind at the keeper."""
+    """A sender that goes away in the middle leaves nothing behind at the peer."""
     target = PeerTarget(peer_of(server), ShardName(3, 0))
     target(0, memoryview(bytes(1000)))
     target.close()
@@ -443,7 +443,7 @@ def test_a_copy_that_is_not_finished_is_dropped(server, tmp_path):
 
 @pytest.mark.no_second_try
 def test_a_sender_that_stands_still_is_dropped(server, tmp_path, monkeypatch):
-    """A sender that neither goes on nor ends holds up its keeper for a limited time."""
+    """A sender that neither goes on nor ends holds up its peer for a limited time."""
     monkeypatch.setattr(protocol, "PATIENCE", 0.25)
     target = PeerTarget(peer_of(server), ShardName(3, 0))
     target(0, memoryview(bytes(1000)))
@@ -452,8 +452,8 @@ def test_a_sender_that_stands_still_is_dropped(server, tmp_path, monkeypatch):
     target.close()
 
 
-def test_a_keeper_without_threads_says_so(server, tmp_path, monkeypatch):
-    """A keeper that cannot start another thread fails the save, with the reason, and goes on."""
+def test_a_peer_without_threads_says_so(server, tmp_path, monkeypatch):
+    """A peer that cannot start another thread fails the save, with the reason, and goes on."""
     job, storages = job_of(tmp_path, [peer_of(server)])
     with monkeypatch.context() as patch:
         patch.setattr(peer_server, "_signs_of_life", raise_no_threads)
@@ -467,7 +467,7 @@ def raise_no_threads(*_):
     raise RuntimeError("can't start new thread")
 
 
-def test_a_keeper_that_cannot_serve_for_a_while_serves_later(server, tmp_path, monkeypatch, caplog):
+def test_a_peer_that_cannot_serve_for_a_while_serves_later(server, tmp_path, monkeypatch, caplog):
     """A connection for which there is no thread fails its save, is logged, and ends no server."""
     job, storages = job_of(tmp_path, [peer_of(server)])
     no_threads.refuse(monkeypatch, "nvrx-peer", times=1)
@@ -476,7 +476,7 @@ def test_a_keeper_that_cannot_serve_for_a_while_serves_later(server, tmp_path, m
     assert run_save_job(job, storages) == ""
 
 
-# A keeper whose disk hangs in one system call, in the program that then ends.
+# A peer whose disk hangs in one system call, in the program that then ends.
 HANGS = """
 import contextlib, os, sys, threading
 from nvidia_resiliency_ext.checkpointing._shard.directory import RankDirectory, ShardName
@@ -506,7 +506,7 @@ print("closed", flush=True)
 
 @pytest.mark.no_second_try
 @pytest.mark.parametrize("call", ["pwrite", "fsync"])
-def test_a_disk_that_hangs_does_not_hold_up_the_end_of_the_keeper(tmp_path, call):
+def test_a_disk_that_hangs_does_not_hold_up_the_end_of_the_peer(tmp_path, call):
     """A trainer whose disk hangs while it keeps a copy closes its server and ends, and says so."""
     done = subprocess.run(
         [sys.executable, "-c", HANGS, str(tmp_path), call],
@@ -524,19 +524,19 @@ def test_requests_that_nobody_sends_end_their_connection_only(server, tmp_path, 
     with pytest.raises(PeerError, match=r"too (large|big)"):
         source.finish()
     source.close()
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as stranger:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
         text = b"[" * 60_000
-        nonce = protocol.receive(stranger, 16)
-        stranger.sendall(
+        nonce = protocol.receive(client, 16)
+        client.sendall(
             protocol.proof_of(TOKEN, nonce + text) + protocol.LENGTH.pack(len(text)) + text
         )
-        assert stranger.recv(1) == b""
+        assert client.recv(1) == b""
     assert "a connection of a replicating rank ended" in caplog.text
     assert run_save_job(*job_of(tmp_path, [peer_of(server)])) == ""
 
 
 def test_a_copy_with_parts_that_were_sent_twice_is_refused(server, tmp_path):
-    """A keeper names no copy whose content depends on which of two bytes was written last."""
+    """A peer names no copy whose content depends on which of two bytes was written last."""
     job, storages = job_of(tmp_path, [])
     target = PeerTarget(peer_of(server), ShardName(3, 0))
     manifest = write_content(job.content, storages, lambda *_: None, [target])
@@ -549,8 +549,8 @@ def test_a_copy_with_parts_that_were_sent_twice_is_refused(server, tmp_path):
 
 @pytest.mark.no_second_try
 @pytest.mark.parametrize("how", ["gone", "silent"])
-def test_a_lost_keeper_is_an_error_that_names_it(tmp_path, how):
-    """A keeper that refuses or never answers fails the save within the timeout."""
+def test_a_lost_peer_is_an_error_that_names_it(tmp_path, how):
+    """A peer that refuses or never answers fails the save within the timeout."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         if how == "gone":
@@ -566,15 +566,15 @@ def test_a_lost_keeper_is_an_error_that_names_it(tmp_path, how):
 
 @pytest.mark.no_second_try
 @pytest.mark.parametrize("how", ["dies", "stops"])
-def test_a_keeper_that_is_lost_in_the_middle_fails_the_save(tmp_path, how):
-    """A connection that breaks, or a keeper that gives no sign of life, is reported."""
+def test_a_peer_that_is_lost_in_the_middle_fails_the_save(tmp_path, how):
+    """A connection that breaks, or a peer that gives no sign of life, is reported."""
     over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         timeout_s = 5.0 if how == "dies" else 2.0
         peer = Peer(1, "127.0.0.1", listener.getsockname()[1], TOKEN, timeout_s)
 
         def take_a_part():
-            # The part of a keeper up to the first bytes of the copy.
+            # The part of a peer up to the first bytes of the copy.
             connection, _ = listener.accept()
             with connection:
                 nonce = b"n" * 16
@@ -601,8 +601,8 @@ def test_a_keeper_that_is_lost_in_the_middle_fails_the_save(tmp_path, how):
 
 
 @pytest.mark.no_second_try
-def test_a_keeper_whose_disk_is_slow_is_waited_for(server, tmp_path, monkeypatch):
-    """While a copy is made durable the keeper gives signs of life, for longer than the timeout."""
+def test_a_peer_whose_disk_is_slow_is_waited_for(server, tmp_path, monkeypatch):
+    """While a copy is made durable the peer gives signs of life, for longer than the timeout."""
     told, many = [], threading.Event()
     send = protocol.send_json
 
@@ -627,7 +627,7 @@ def test_a_keeper_whose_disk_is_slow_is_waited_for(server, tmp_path, monkeypatch
 
 
 @pytest.mark.no_second_try
-def test_a_keeper_whose_disk_hangs_is_given_up(server, tmp_path, monkeypatch):
+def test_a_peer_whose_disk_hangs_is_given_up(server, tmp_path, monkeypatch):
     """Signs of life do not make a save wait for ever."""
     over = threading.Event()
     publish = ShardInProgress.publish
@@ -703,15 +703,15 @@ def test_a_rank_that_cannot_take_part_holds_up_nobody(four_ranks, tmp_path, how,
     assert all("rank 1: " in one and text in one for one in found), found
 
 
-def test_a_keeper_without_descriptors_recovers(server, tmp_path):
+def test_a_peer_without_descriptors_recovers(server, tmp_path):
     """When descriptors run out for a while, copies are accepted again afterwards."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with socket.socket() as stranger:
+    with socket.socket() as client:
         highest = max(int(name) for name in os.listdir("/proc/self/fd"))
         spare = [os.dup(0) for _ in range(highest + 1 - len(os.listdir("/proc/self/fd")))]
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(highest, *spare, 0) + 1, hard))
         try:
-            stranger.connect(("127.0.0.1", server.port))
+            client.connect(("127.0.0.1", server.port))
             time.sleep(0.3)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

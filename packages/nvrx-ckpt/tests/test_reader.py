@@ -133,7 +133,7 @@ def test_retention_takes_no_link_for_a_checkpoint(tmp_path):
 
 
 def test_shards_below_do_not_hide_a_damaged_checkpoint(tmp_path):
-    """A DCP checkpoint is judged by its own manifest, whatever lies in directories below it."""
+    """A DCP checkpoint is evaluated by its own manifest, whatever lies in directories below it."""
     request_for(state_of(1), tmp_path).execute_sync()
     LocalCheckpointManager(tmp_path / "local").save(BasicTensorAwareStateDict({}), 1)
     assert verify_checkpoint(tmp_path).files == 3
@@ -186,7 +186,7 @@ def test_pipe_in_place_of_a_file_is_a_problem(tmp_path):
     st.sampled_from(["bytes", "crc32", "items", "files", "ranks", "metadata", "name", "row"]),
 )
 def test_foreign_manifest_is_damaged_and_nothing_else(value, field):
-    """Whatever stands in a field of a manifest, the checkpoint is judged without an exception."""
+    """Whatever stands in a field of a manifest, evaluating the checkpoint raises nothing."""
     with tempfile.TemporaryDirectory() as folder:
         about = {"bytes": 1, "crc32": 1, "items": [["x", 0, 1, 1]]}
         rank = {"name": ".nvrx_manifest.0.json", "bytes": 9, "crc32": 9}

@@ -373,9 +373,9 @@ def test_tls_is_verified(client_of, tmp_path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
     with Service(tls=context) as service:
-        stranger = client_of(service.endpoint)
-        stranger._submit_log("/a")
-        stranger.stop_poller()
+        untrusting = client_of(service.endpoint)
+        untrusting._submit_log("/a")
+        untrusting.stop_poller()
         assert service.posts() == []
         client_of(service.endpoint, ca_file=str(cert))._submit_log("/b")
         service.wait_for(lambda: service.posts() == [("progressive", "/b")])

@@ -90,12 +90,12 @@ def test_nothing_is_signalled_after_the_reaping() -> None:
 
 def test_recycled_number_is_left_alone(each_watch: str) -> None:
     """A process that got the number of a reaped child is not signalled in its place."""
-    with start_child(["sleep", "600"]) as stranger, start_child(["true"]) as child:
+    with start_child(["sleep", "600"]) as unrelated, start_child(["true"]) as child:
         child.wait(LONG_S)
         if each_watch == "no pidfd":
-            child.pid = stranger.pid  # as if the kernel had given the number away
+            child.pid = unrelated.pid  # as if the kernel had given the number away
         assert not child.signal(signal.SIGKILL)
-        assert stranger.poll() is None
+        assert unrelated.poll() is None
 
 
 def test_group_is_ended_after_its_leader_was_reaped() -> None:
@@ -110,11 +110,11 @@ def test_group_is_ended_after_its_leader_was_reaped() -> None:
 
 def test_recycled_group_is_left_alone() -> None:
     """A group that now belongs to somebody else under the same number gets no signal."""
-    with start_child(["sleep", "600"]) as stranger, start_child(["true"]) as child:
+    with start_child(["sleep", "600"]) as unrelated, start_child(["true"]) as child:
         child.wait(LONG_S)
-        child.pid = stranger.pid  # as if the kernel had given the number away
+        child.pid = unrelated.pid  # as if the kernel had given the number away
         assert not child.signal_group(signal.SIGKILL)
-        assert stranger.poll() is None
+        assert unrelated.poll() is None
 
 
 def test_group_of_a_child_without_a_session_is_refused() -> None:
@@ -349,15 +349,15 @@ def test_handle_refuses_who_is_not_there() -> None:
 
 def test_handle_never_acts_on_a_recycled_number() -> None:
     """If the number now names another process that one is not signalled."""
-    with start_child(["sleep", "600"]) as stranger, start_child(["sleep", "600"]) as child:
+    with start_child(["sleep", "600"]) as unrelated, start_child(["sleep", "600"]) as child:
         with PidHandle(child.pid) as handle:
             child.signal(signal.SIGKILL)
             child.wait(LONG_S)
-            handle.pid = stranger.pid  # as if the kernel had given the number away
+            handle.pid = unrelated.pid  # as if the kernel had given the number away
             handle.start_ticks -= 1_000_000
             assert not handle.alive()
             assert not handle.signal(signal.SIGKILL)
-        assert stranger.poll() is None
+        assert unrelated.poll() is None
 
 
 def test_a_hold_that_cannot_be_taken_keeps_no_descriptor():

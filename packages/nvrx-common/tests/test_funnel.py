@@ -17,7 +17,7 @@ from nvidia_resiliency_ext.shared_utils._funnel.server import files, queue
 from nvidia_resiliency_ext.shared_utils._funnel.server.chunks import Chunk, Refusal
 from nvidia_resiliency_ext.shared_utils._funnel.server.files import (
     LogFile,
-    Place,
+    LogPath,
     Roots,
     ledger_name,
 )
@@ -439,7 +439,7 @@ def hung(
     logs = HungLogs(tmp_path_factory.mktemp("hung"))
     original = Roots.open
 
-    def opened(roots: Roots, place: Place) -> tuple[int, int]:
+    def opened(roots: Roots, place: LogPath) -> tuple[int, int]:
         if not place.names[-1].startswith("hung"):
             return original(roots, place)
         return os.open(place.root, os.O_RDONLY | os.O_DIRECTORY), logs.open(place.names[-1])
@@ -616,7 +616,7 @@ def test_log_of_another_server_is_not_touched(rigs, tmp_path: Path) -> None:
 
 
 def test_number_of_files(rigs) -> None:
-    """Idle files are forgotten for new ones; when all are in use the newcomer is refused."""
+    """Idle files are forgotten for new ones; when all are in use a new one is refused."""
     rig = rigs(max_files=4, max_open_files=2)
     for number in range(20):
         source = rig.source("s")

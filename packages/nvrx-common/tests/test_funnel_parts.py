@@ -14,7 +14,7 @@ from nvidia_resiliency_ext.shared_utils._funnel.server import chunks
 from nvidia_resiliency_ext.shared_utils._funnel.server import files as ledger
 from nvidia_resiliency_ext.shared_utils._funnel.server.chunks import Refusal
 from nvidia_resiliency_ext.shared_utils._funnel.server.cycles import Completion
-from nvidia_resiliency_ext.shared_utils._funnel.server.files import Place
+from nvidia_resiliency_ext.shared_utils._funnel.server.files import LogPath
 from nvidia_resiliency_ext.shared_utils._funnel.server.funnel import Funnel
 from nvidia_resiliency_ext.shared_utils._funnel.server.leaf import Relay
 from nvidia_resiliency_ext.shared_utils._funnel.server.queue import FunnelOptions, Queue
@@ -183,7 +183,7 @@ def queue(funnel: Funnel) -> Iterator[Queue]:
 
 
 def _target(held_kib: int, *, error: OSError | None = None, is_stalled: bool = False) -> Target:
-    made = Target("/x", Place("/", ("x",)), None, held_bytes=held_kib << 10, error=error)
+    made = Target("/x", LogPath("/", ("x",)), None, held_bytes=held_kib << 10, error=error)
     made.is_stalled = is_stalled
     return made
 

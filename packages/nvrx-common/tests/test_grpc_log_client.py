@@ -765,12 +765,12 @@ def test_mutual_tls(
     )
     peer = start_peer(credentials=credentials)
     ca = str(tmp_path / "ca.pem")
-    stranger = connect(peer.endpoint, tls=FunnelTls(ca, server_name="logs.test"))
-    stranger.open(str(tmp_path / "b.log")).write(b"x\n")
+    uncertified = connect(peer.endpoint, tls=FunnelTls(ca, server_name="logs.test"))
+    uncertified.open(str(tmp_path / "b.log")).write(b"x\n")
     wait_for_message(caplog, "is away (UNAVAILABLE")
     with pytest.raises(DeadlineExceededError):
-        stranger.flush(1.0)
-    assert not stranger.close(0.0)
+        uncertified.flush(1.0)
+    assert not uncertified.close(0.0)
     tls = FunnelTls(
         ca, str(tmp_path / "client.pem"), str(tmp_path / "client.key"), server_name="logs.test"
     )

@@ -156,8 +156,8 @@ def test_only_a_failure_that_is_said_clearly_counts(success, output, is_healthy)
     assert (finding.status == "healthy") is is_healthy
 
 
-def test_judge_answer_fuzz() -> None:
-    """Whatever JSON the daemon prints, judging it does not raise."""
+def test_evaluate_answer_fuzz() -> None:
+    """Whatever JSON the daemon prints, evaluating it does not raise."""
     rng = random.Random(5)
     values = [None, True, -1, 1.5, 1e308, "x", [], {}, {"fail_count": [1]}, [1, "y"]]
     for _ in range(500):

@@ -310,7 +310,7 @@ def test_looks_in_a_row_add_up(tree) -> None:
 
 
 def test_error_counters_are_evidence(tree) -> None:
-    """Error counters without a limit are told and not judged."""
+    """Error counters without a limit are told and not evaluated."""
     tree.set_counter("mlx5_1", "port_rcv_errors", 0)
     check = nic_check(tree)
     tree.set_counter("mlx5_1", "port_rcv_errors", 10**6)
@@ -320,7 +320,7 @@ def test_error_counters_are_evidence(tree) -> None:
 
 
 def test_efa(tmp_path, monkeypatch) -> None:
-    """An EFA device, which counts no broken links, is judged by state and by counters named."""
+    """An EFA device, which counts no broken links, is evaluated by state and by counters named."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     health_check.set_nvml(FakeNvml({"count": 1, "bus.0": "00000000:10:00.0"}))
     tree = fake_sysfs(tmp_path / "sys", gpus=GPUS[:1])

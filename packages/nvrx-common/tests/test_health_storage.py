@@ -116,12 +116,12 @@ def test_full_file_system(tmp_path) -> None:
         ({"blocks": "x"}, None),
     ],
 )
-def test_judge_mount(answer, problem) -> None:
-    """What a probe says is judged by the limits; file systems that count nothing pass."""
+def test_evaluate_mount(answer, problem) -> None:
+    """What a probe says is evaluated by the limits; file systems that count nothing pass."""
     assert evaluate_mount(answer, 0.1, 0.05) == problem
 
 
-def test_judge_paths() -> None:
+def test_evaluate_paths() -> None:
     """Each kind of problem is named with its paths."""
     assert evaluate_paths({"invalid": [], "missing": [], "unreadable": []}) is None
     assert (

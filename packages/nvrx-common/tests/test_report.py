@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report's faces: text, JSON, page and command line, also for input that means no good."""
+"""The report's outputs: text, JSON, page and command line, also for input that means no good."""
 
 import json
 import os

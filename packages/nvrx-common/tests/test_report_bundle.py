@@ -195,7 +195,7 @@ def test_hostile_text_is_quick() -> None:
 
 
 def test_names() -> None:
-    """Names of variables are judged by their parts."""
+    """Names of variables are evaluated by their parts."""
     assert all(map(is_secret_name, ("HF_TOKEN", "MY_KEY", "X_PASSWORD_FILE", "apikey", "auth")))
     assert not any(
         map(is_secret_name, ("PATH", "MONKEY", "AUTHOR", "NCCL_DEBUG", "NVRX_EVENT_DIR"))

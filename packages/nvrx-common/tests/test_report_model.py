@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each second went: stories with known times, and the sums that must come out."""
+"""Where each second went: recorded jobs with known times, and the sums that must come out."""
 
 import random
 from dataclasses import replace
@@ -30,8 +30,8 @@ from nvidia_resiliency_ext.shared_utils.events import (
 from nvidia_resiliency_ext.shared_utils.report import build_timeline, render_prometheus
 
 
-def _seconds(*stories: RecordedJob) -> dict[str, float]:
-    timeline = build_timeline([job.file() for job in stories])
+def _seconds(*jobs: RecordedJob) -> dict[str, float]:
+    timeline = build_timeline([job.file() for job in jobs])
     found = {name: round(value, 6) for name, value in timeline.seconds.items() if value}
     assert sum(found.values()) == pytest.approx(timeline.wall_s)
     return found

@@ -211,7 +211,7 @@ def test_a_place_that_cannot_be_listed_is_passed_over(
     stale = RunDir.create("rebooted", {"TMPDIR": str(place)})
     change_owner(stale, boot_id="another-boot")
     gone = str(place / "gone")
-    monkeypatch.setattr(rundir, "trusted_places", lambda _: [gone, str(place)])
+    monkeypatch.setattr(rundir, "trusted_parents", lambda _: [gone, str(place)])
     assert stale_run_dirs({}) == [stale.path]
 
 
@@ -240,7 +240,7 @@ def test_zombie_owner_is_dead(place: Path) -> None:
         b'{"boot_id": "x", "pid": 1}',
     ],
 )
-def test_owner_that_cannot_be_judged_counts_as_alive(place: Path, content: bytes) -> None:
+def test_owner_that_cannot_be_evaluated_counts_as_alive(place: Path, content: bytes) -> None:
     """A directory whose owner file says nothing reliable is kept."""
     environ = {"TMPDIR": str(place)}
     run_dir = RunDir.create("x", environ)
@@ -258,7 +258,7 @@ def test_owner_that_cannot_be_judged_counts_as_alive(place: Path, content: bytes
     ],
 )
 def test_owner_elsewhere_counts_as_alive(place: Path, fields: dict[str, object]) -> None:
-    """An owner in another container, or on another host that shares the place, is not judged."""
+    """An owner in another container, or on another host that shares the place, is not evaluated."""
     environ = {"TMPDIR": str(place)}
     run_dir = RunDir.create("x", environ)
     change_owner(run_dir, **fields)

@@ -114,7 +114,7 @@ class Checked:
             raise ZeroDivisionError("count must not be negative")
 
 
-class Stranger:
+class Unregistered:
     """A class that nobody registered."""
 
 
@@ -211,8 +211,8 @@ def test_any_value_arrives_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("value", "error"),
     [
-        (Stranger(), UnknownMessageError),
-        ([{"k": Stranger()}], UnknownMessageError),
+        (Unregistered(), UnknownMessageError),
+        ([{"k": Unregistered()}], UnknownMessageError),
         (bytearray(b"x"), UnknownMessageError),
         (print, UnknownMessageError),
         (Point, UnknownMessageError),
@@ -318,7 +318,7 @@ def test_malformed_message_is_refused(payload: bytes) -> None:
         MESSAGES.decode(payload)
 
 
-@pytest.mark.parametrize("name", ["Stranger", "os.system", "str", "object", "x" * 10_000, ""])
+@pytest.mark.parametrize("name", ["Unregistered", "os.system", "str", "object", "x" * 10_000, ""])
 def test_unknown_type_is_refused(name: str) -> None:
     """A type outside the set is never looked up anywhere, whatever it is called."""
     with pytest.raises(UnknownMessageError) as caught:
@@ -605,7 +605,7 @@ def test_other_user_is_refused() -> None:
     """A peer that runs as another user is refused, and the error names it."""
     left, right = socket.socketpair()
     with left, right:
-        # The pair remembers who made it; judged by somebody else it is foreign.
+        # The pair remembers who made it; evaluated by somebody else it is foreign.
         os.seteuid(12345)
         try:
             with pytest.raises(PeerRefusedError) as caught:

@@ -52,7 +52,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     NodeSession,
     Opened,
     Over,
-    Placed,
+    RankAssigned,
 )
 from nvidia_resiliency_ext.shared_utils.clock import SystemClock
 from nvidia_resiliency_ext.shared_utils.store_client import StoreClient
@@ -159,7 +159,7 @@ class Node(threading.Thread):
             if isinstance(news, Over):
                 session.send(Kind.GOODBYE)
                 return
-            if isinstance(news, Placed):
+            if isinstance(news, RankAssigned):
                 rank = news.assignment.group_rank
             if isinstance(news, Opened):
                 session.arrive(arrival(self.index, rank))
@@ -312,7 +312,7 @@ def measure(nodes: int, repeats: int, idle_s: float) -> dict[str, Any]:
         seq, news = follow(session, log, seq)
         before = sum(child["ops"] for child in ask_all(children, seq))
         for round_ in range(1, repeats + 2):
-            assert isinstance(news, Placed)
+            assert isinstance(news, RankAssigned)
             rank, opened_at = news.assignment.group_rank, time.monotonic()
             session.open_next(round_ - 1, CAUSE)
             seq, _ = follow(session, log, seq)
@@ -373,7 +373,7 @@ def measure_idle_operations(idle_s: float) -> float:
         threads = NodeClient(
             NodeSettings(arrival=arrival(0, None), lease_s=LEASE_S, connect_timeout_s=LIMIT_S),
             make,
-            lambda news: placed.set() if isinstance(news, Placed) else None,
+            lambda news: placed.set() if isinstance(news, RankAssigned) else None,
             SystemClock(),
         )
         threads.submit(lambda session: session.arrive(arrival(0, None)))

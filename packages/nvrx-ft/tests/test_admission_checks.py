@@ -49,8 +49,8 @@ def test_a_bare_machine_has_nothing_to_check():
         "from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig\n"
         "found = NodeChecks(FaultToleranceConfig(), None, {}).run()\n"
         "heavy = {'pynvml', 'grpc', 'torch', 'asyncio'} & set(sys.modules)\n"
-        "rooms = [name for name in sys.modules if 'shared_utils._health.' in name]\n"
-        "print(found, sorted(heavy), rooms)"
+        "modules = [name for name in sys.modules if 'shared_utils._health.' in name]\n"
+        "print(found, sorted(heavy), modules)"
     )
     if _has_devices():
         pytest.skip("this machine has a GPU driver or network cards")

@@ -66,8 +66,8 @@ def test_all_nodes_get_their_places(job: Callable[..., handler_nodes.Nodes]) -> 
     infos = nodes.join(*handlers)
     assert sorted(info.rank for info in infos) == [0, 1, 2]
     assert {info.world_size for info in infos} == {3}
-    meeting = {str(info.bootstrap_store_info) for info in infos}
-    assert len(meeting) == 1
+    masters = {str(info.bootstrap_store_info) for info in infos}
+    assert len(masters) == 1
     first = next(handler for handler, info in zip(handlers, infos, strict=True) if info.rank == 0)
     number = handlers.index(first) + 2
     assert infos[0].bootstrap_store_info.master_addr == f"127.0.0.{number}"

@@ -224,7 +224,7 @@ def served() -> Iterator[Served]:
     made.close()
 
 
-def test_settings_that_a_stranger_has_written_are_refused(served: Served) -> None:
+def test_foreign_settings_are_refused(served: Served) -> None:
     """A value that is not the job's ends a control plane, which names the key."""
     served.raw().set(PREFIX + keys.SETTINGS, "garbage")
     with pytest.raises(ForeignValueError, match="settings: the signature is wrong"):

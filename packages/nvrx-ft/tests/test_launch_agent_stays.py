@@ -57,7 +57,7 @@ class LastRounds:
                 break  # a signal comes together with what follows it
         self.must_stay = self.must_stay and bool(self._events)
 
-    def tell(self, effect: object) -> None:
+    def perform(self, effect: object) -> None:
         """Take note; who ends the job has nobody any more who needs the store."""
         if isinstance(effect, LeaveRendezvous):
             self.left.append(effect.cause)

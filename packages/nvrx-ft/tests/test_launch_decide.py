@@ -277,6 +277,6 @@ def test_an_unfit_node_leaves_with_1_and_closes_nothing(many_nodes):
 
 
 def test_a_finding_that_comes_late_changes_nothing():
-    """A node that runs, or is over, is not judged by a check that was for its next round."""
+    """A node that runs, or is over, is not evaluated by a check that was for its next round."""
     cause = Cause("unhealthy", "too late")
     assert play(running(), machine.NodeUnfit(cause)) == (running(), [])

@@ -460,7 +460,7 @@ def test_what_a_console_never_takes_holds_no_files_open(tmp_path, monkeypatch, c
 
 def test_lines_that_a_console_lacks_are_counted_once(tmp_path, monkeypatch, caplog):
     """Workers that write faster than the console reads: one line says how much is missing."""
-    monkeypatch.setattr(output, "LAST_WORDS_S", 0.0)
+    monkeypatch.setattr(output, "DRAIN_S", 0.0)
     shown = []
 
     def take_slowly(_name, data, _wait_s):

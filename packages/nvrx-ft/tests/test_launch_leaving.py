@@ -194,7 +194,7 @@ class Stays:
         self.agent.post(self._events.pop(0))
         self.must_stay = bool(self._events)
 
-    def tell(self, effect):
+    def perform(self, effect):
         is_end = isinstance(effect, CloseRendezvous)
         self.reported.append((effect.reason, effect.cause.kind) if is_end else effect.cause)
 

@@ -246,7 +246,7 @@ def test_a_machine_without_a_place_is_one_line(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "from nvidia_resiliency_ext.shared_utils import rundir\n"
-        "rundir.trusted_places = lambda environ: []\n"
+        "rundir.trusted_parents = lambda environ: []\n"
         "from nvidia_resiliency_ext.fault_tolerance.launcher import main\n"
         "main(['/bin/true'])\n"
     )

@@ -81,7 +81,7 @@ def test_all_work_that_come(job: Callable[..., handler_nodes.Nodes]) -> None:
 def test_a_late_node_is_taken_in_while_there_is_room(
     job: Callable[..., handler_nodes.Nodes],
 ) -> None:
-    """With upscaling a newcomer opens the next round, in which all work."""
+    """With upscaling a new node opens the next round, in which all work."""
     nodes = job(1, 2, last_call_timeout=1)
     first = nodes.add(host=True)
     early = nodes.call(first.next_rendezvous)

@@ -77,7 +77,7 @@ def test_the_first_heartbeat_has_its_own_limit(node):
 
 
 def test_an_expired_outer_section_is_found_behind_a_healthy_inner_one(node):
-    """Every open section is judged on its own, whatever is opened and closed inside it."""
+    """Every open section is evaluated on its own, whatever is opened and closed inside it."""
     it = node(rank_section_timeouts={"outer": 0.5, "inner": 60.0})
     rank = it.rank()
     rank.do("init")
@@ -225,7 +225,7 @@ def test_with_ranks_on_other_nodes_nobody_is_ended_before_they_are_heard(node):
 
 
 @pytest.mark.slow
-def test_a_node_that_hears_nothing_judges_alone(node):
+def test_a_node_that_hears_nothing_acts_by_itself(node):
     """Without an answer the rank that broke its limit is ended after a while, and reported."""
     it, rank = part_of_a_job(node)
     rank.order("open step")
@@ -240,7 +240,7 @@ def test_ranks_are_looked_at_for_a_hang_on_another_node(node):
     os.kill(rank.pid, signal.SIGSTOP)
     wait_until(lambda: procfs.read_stat(rank.pid).state == "T")
     it.monitor.send(messages.Examine())
-    [seen] = it.expect(messages.RanksSeen).ranks
+    [seen] = it.expect(messages.RankStates).ranks
     assert (seen["rank"], seen["activity"]) == (0, "stopped")
     os.kill(rank.pid, signal.SIGCONT)
     rank.do("beat")
@@ -264,7 +264,7 @@ def test_the_launcher_is_told_of_join_first_step_and_end(node):
 
 
 def test_a_second_live_process_is_refused_and_changes_nothing(node):
-    """A second connection of a rank gets a reason; the first session goes on being judged."""
+    """A second connection of a rank gets a reason; the first session goes on being evaluated."""
     it = node(rank_section_timeouts={"step": 60.0})
     rank, second = it.rank(), it.rank()
     rank.do("init", "open step")
@@ -288,7 +288,7 @@ def test_a_second_live_process_is_refused_and_changes_nothing(node):
     ids=["nothing", "no-json", "oversize", "noise", "pickle"],
 )
 def test_garbage_closes_only_its_own_connection(node, garbage):
-    """Bytes that are no message end that connection; the live session is still judged."""
+    """Bytes that are no message end that connection; the live session is still evaluated."""
     it = node(rank_section_timeouts={"step": 0.6})
     rank = it.rank()
     rank.do_last("init", "open step")
@@ -375,7 +375,7 @@ def test_limits_of_a_checkpoint_count_at_once(node):
 
 
 def test_training_goes_on_without_a_monitor_and_a_new_one_takes_over(node):
-    """A killed monitor costs the rank nothing; its successor gets slot and limits, and judges."""
+    """A killed monitor costs the rank nothing; its successor has slot and limits, and evaluates."""
     it = node(rank_section_timeouts={"outer": 60.0, "inner": 60.0})
     rank = it.rank()
     rank.do("init", f"load {state_of(outer=10.0)}", "open outer")
@@ -459,11 +459,11 @@ def test_the_sweep_spares_who_has_the_number_of_a_worker_that_left(node):
     it = node()
     with subprocess.Popen(
         [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True
-    ) as stranger:
-        it.monitor.send(messages.WorkersChanged(3, [stranger.pid], left=[0]))
+    ) as unrelated:
+        it.monitor.send(messages.WorkersChanged(3, [unrelated.pid], left=[0]))
         assert it.monitor.leave(60.0)
-        assert stranger.poll() is None
-        stranger.kill()
+        assert unrelated.poll() is None
+        unrelated.kill()
 
 
 def test_the_sweep_ends_what_a_worker_that_left_has_left_in_its_group(node):

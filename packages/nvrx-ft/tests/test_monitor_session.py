@@ -303,7 +303,7 @@ def test_who_cannot_be_looked_at_again_is_not_looked_at_twice(make, state):
 
 @pytest.mark.parametrize("state", [live, suspected, asked, received])
 def test_the_end_of_the_session_drops_the_suspicion(make, state):
-    """A rank that ended its session is judged no more."""
+    """A rank that ended its session is evaluated no more."""
     lab = state(make())
     assert lab.do("close", T0 + 6) == ["RankLeft", "take_evidence"]
     assert lab.state == (Phase.OVER, None)

@@ -131,7 +131,7 @@ def test_the_next_look_is_at_the_earliest_deadline():
 
 @pytest.mark.parametrize(("longest_s", "expected"), [(100.0, 7.0), (3.0, 3.0)])
 def test_the_next_look_is_never_later_than_what_may_begin_now(longest_s, expected):
-    """A section that opens right after a look is judged on time: no sleep over its limit."""
+    """A section that opens right after a look is evaluated on time: no sleep over its limit."""
     given = limits(heartbeat_s=50.0, sections_s={"outer": 7.0}, longest_pause_s=longest_s)
     at = next_look(view(BEAT), given, START, START + 10.0)
     assert at == pytest.approx(START + 10.0 + expected)

@@ -180,7 +180,7 @@ def test_first_cycle_module_is_read_where_it_is(tmp_path, monkeypatch):
 
 
 def test_first_cycle_decision_is_quick(tmp_path):
-    """A long script is judged in a small part of an import of torch."""
+    """A long script is evaluated in a small part of an import of torch."""
     path = tmp_path / "train.py"
     path.write_text("import os\n" + textwrap.dedent("def f(x):\n    return x + 1\n") * 500)
     started = time.process_time()

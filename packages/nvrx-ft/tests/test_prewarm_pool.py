@@ -197,20 +197,20 @@ def test_a_worker_that_ends_while_it_imports_makes_room():
 
 
 @pytest.mark.parametrize(
-    ("last_words", "is_stopped"),
+    ("last_message", "is_stopped"),
     [
         (prewarmed.Failed("it was killed"), True),
         (prewarmed.Begun(0.1), True),
         (prewarmed.Begun(0.1), False),
     ],
 )
-def test_the_pool_is_told_of_who_ends_while_it_imports(last_words, is_stopped):
+def test_the_pool_is_told_of_who_ends_while_it_imports(last_message, is_stopped):
     """Whether the launcher ended it, or it left before its last message was read."""
     plan = plan_from_args(parse_args(["--no-python", "true"]), {})
     starter = PrewarmStarter(Mock(plan=plan, base_env={}, clock=SystemClock(), running_pids=list))
     starter._pool = pool_of(1, 4)
     starter._pool.slots, starter._pool.importing = [ACTIVATED], {0}
-    starter._activated[0] = Mock(receive=Mock(return_value=last_words))
+    starter._activated[0] = Mock(receive=Mock(return_value=last_message))
     starter.never_began(0, is_stopped=is_stopped)
     assert (starter._pool.slots, starter._pool.importing) == ([EMPTY], set())
 

@@ -157,7 +157,7 @@ def test_file_gives_the_iterations(tmp_path):
 
 @pytest.mark.parametrize("content", [None, "", "  \n", "release", "12.5", "\N{SNOWMAN}"], ids=repr)
 def test_unusable_file_is_skipped(tmp_path, content):
-    """A cycle whose file cannot be read is not judged; only the cycle number moves."""
+    """A cycle whose file cannot be read is not evaluated; only the cycle number moves."""
     file = tmp_path / "latest"
     file.write_text("5")
     tracker = TrainingProgressTracker(checkpoint_iteration_file=str(file))
@@ -230,7 +230,7 @@ def test_huge_file_is_not_read_whole(tmp_path):
 
 
 def test_no_thread_for_the_file_skips_one_read(tmp_path, monkeypatch, caplog):
-    """At the limit of threads the cycle is not judged by the file, and the launcher lives on."""
+    """At the limit of threads the cycle is not evaluated by the file, and the launcher lives on."""
     path = tmp_path / "iteration"
     path.write_text("7")
     file = IterationFile(str(path))

@@ -37,7 +37,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.restarts import Budget, D
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     NodeSession,
     Opened,
-    Placed,
+    RankAssigned,
 )
 from nvidia_resiliency_ext.fault_tolerance._rendezvous.store import JobStore
 from nvidia_resiliency_ext.shared_utils.clock import ManualClock, SystemClock
@@ -140,10 +140,10 @@ def test_all_answers_name_the_culprit() -> None:
         hung(1, Activity.WAITING),
         hung(2, Activity.WORKING),
     )
-    judged = ask(rules(3), THREE, ASKED, *messages, quiet_s=ALIVE)
-    assert is_verdict(judged)
-    assert (judged.cause.rank, judged.cause.host, judged.cause.kind) == (2, "node2", "hang_section")
-    assert judged.cause.what == (
+    found = ask(rules(3), THREE, ASKED, *messages, quiet_s=ALIVE)
+    assert is_verdict(found)
+    assert (found.cause.rank, found.cause.host, found.cause.kind) == (2, "node2", "hang_section")
+    assert found.cause.what == (
         "rank 2 on host node2 working; ranks 0 and 1 waited for it"
         " (rank 0 was in section 'step' for 2 s)"
     )
@@ -153,9 +153,9 @@ def test_all_answers_name_the_culprit() -> None:
 
 def test_a_stopped_rank_is_blamed_without_asking() -> None:
     """What is certain does not depend on the others' answers."""
-    judged = ask(rules(3), THREE, CLOSED, hung(1, Activity.STOPPED, BROKE), quiet_s=ALIVE)
-    assert is_verdict(judged)
-    assert judged.cause.rank == 1
+    found = ask(rules(3), THREE, CLOSED, hung(1, Activity.STOPPED, BROKE), quiet_s=ALIVE)
+    assert is_verdict(found)
+    assert found.cause.rank == 1
 
 
 def test_a_node_that_does_not_answer_is_named_and_not_waited_for() -> None:
@@ -163,10 +163,10 @@ def test_a_node_that_does_not_answer_is_named_and_not_waited_for() -> None:
     messages = (hung(0, Activity.WAITING, BROKE), hung(1, Activity.WAITING))
     early = ask(rules(3), THREE, ASKED, *messages, quiet_s=ALIVE, entry_age_s=SOON)
     assert isinstance(early, Wait)
-    judged = ask(rules(3), THREE, ASKED, *messages, quiet_s=ALIVE, entry_age_s=LATE)
-    assert is_verdict(judged)
-    assert judged.cause.rank is None
-    assert judged.cause.what.endswith("no answer from node2")
+    found = ask(rules(3), THREE, ASKED, *messages, quiet_s=ALIVE, entry_age_s=LATE)
+    assert is_verdict(found)
+    assert found.cause.rank is None
+    assert found.cause.what.endswith("no answer from node2")
 
 
 # While a round is open -------------------------------------------------------------------------
@@ -440,13 +440,13 @@ def test_a_round_needs_few_operations_of_a_node(
     with hosted(served, rules(4)):
         nodes = crew(4)
         nodes.arrive()
-        assert all(isinstance(nodes.follow(index), Placed) for index in range(4))
+        assert all(isinstance(nodes.follow(index), RankAssigned) for index in range(4))
         before = sum(one.operations for one in nodes.stores)
         nodes.sessions[2].open_next(0, CAUSE)
         for index in range(4):
             nodes.follow(index)
         nodes.arrive()
-        assert all(isinstance(nodes.follow(index), Placed) for index in range(4))
+        assert all(isinstance(nodes.follow(index), RankAssigned) for index in range(4))
         spent = sum(one.operations for one in nodes.stores) - before
     # One opened the round and one set the notification key.
     assert spent <= 8 * 4 + 3
@@ -463,7 +463,7 @@ def test_the_store_does_not_grow_with_the_rounds(
         for round_ in range(501):
             nodes.arrive()
             for index in range(2):
-                assert isinstance(nodes.follow(index), Placed)
+                assert isinstance(nodes.follow(index), RankAssigned)
             counts[round_] = served._server.num_keys()
             nodes.sessions[round_ % 2].open_next(round_, CAUSE)
             for index in range(2):
@@ -481,7 +481,7 @@ def test_a_node_that_dies_before_it_is_counted_delays_a_round_by_a_second(
         nodes.sessions[0].arrive(arrival(0))
         message = NodeMessage(Kind.ARRIVED, name(1), arrival=arrival(1))
         nodes.stores[1].append_line(keys.messages(0), encode(message))
-        assert isinstance(nodes.follow(0), Placed)
+        assert isinstance(nodes.follow(0), RankAssigned)
 
 
 def test_a_node_counted_too_late_still_takes_the_place_it_was_given(
@@ -504,14 +504,14 @@ def test_a_node_counted_too_late_still_takes_the_place_it_was_given(
         nodes.sessions[0].arrive(arrival(0))
         assert closed.is_set()
         event = nodes.follow(0)
-        assert isinstance(event, Placed)
+        assert isinstance(event, RankAssigned)
         assert event.assignment.group_rank == 0
 
 
 def test_garbage_in_the_queue_is_refused_and_the_round_closes(
     served: Served, crew: Callable[[int], Crew], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What strangers append to the queue, or nodes in others' names, is reported and left out."""
+    """Messages of foreign programs, or of nodes in others' names, are reported and left out."""
     with hosted(served, rules(2)):
         nodes = crew(2)
         name_ = served.connect()._name(keys.messages(0))
@@ -536,7 +536,7 @@ def test_an_arrival_without_a_lease_does_not_block_the_host(
         nodes.stores[0].append_line(keys.messages(0), encode(ghost))
         nodes.arrive()
         event = nodes.follow(0)
-    assert isinstance(event, Placed)
+    assert isinstance(event, RankAssigned)
 
 
 @pytest.mark.parametrize("garbage", ["garbage", "\x00", "-"])
@@ -621,7 +621,7 @@ def test_nobody_else_can_say_that_a_node_knows_of_a_round(
         nodes = crew(3)
         for index in range(2):
             nodes.sessions[index].arrive(arrival(index))
-        assert all(isinstance(nodes.follow(index), Placed) for index in range(2))
+        assert all(isinstance(nodes.follow(index), RankAssigned) for index in range(2))
         nodes.follow(2)
         nodes.sessions[0].open_next(0, CAUSE)
         for index in (0, 2):
@@ -632,7 +632,7 @@ def test_nobody_else_can_say_that_a_node_knows_of_a_round(
         log = DecisionLog(served.connect())
         assert log.wait_for(nodes.seqs[0] + 1, 0.5) is None
         assert isinstance(nodes.follow(1), Opened)
-        assert isinstance(nodes.follow(0), Placed)
+        assert isinstance(nodes.follow(0), RankAssigned)
 
 
 def test_messages_of_a_round_gone_by_change_nothing(
@@ -652,7 +652,7 @@ def test_messages_of_a_round_gone_by_change_nothing(
         nodes.sessions[1].send(Kind.STATE, in_round=0, state=failed, cause=CAUSE)
         nodes.arrive()
         for index in range(2):
-            assert isinstance(nodes.follow(index), Placed)
+            assert isinstance(nodes.follow(index), RankAssigned)
         nodes.sessions[0].succeeded(1)
         nodes.sessions[0].notify()
         assert DecisionLog(nodes.stores[1]).wait_for(nodes.seqs[1] + 1, 0.3) is None

@@ -34,7 +34,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     NodeSession,
     Opened,
     Over,
-    Placed,
+    RankAssigned,
     SessionEvent,
     SpareNode,
 )
@@ -110,19 +110,19 @@ def wait_until_none_lives() -> None:
 
 
 def test_news_of_a_job_come_in_order(served: Served, beside: Callable[..., Beside]) -> None:
-    """Two nodes are placed, one opens a round, the other learns it, and both learn the end."""
+    """Two nodes are assigned, one opens a round, the other learns it, and both learn the end."""
     with hosted(served, rules(2)):
         nodes = [beside(0), beside(1)]
         for index, one in enumerate(nodes):
             one.join(index)
-        assert [type(one.next()) for one in nodes] == [Placed, Placed]
+        assert [type(one.next()) for one in nodes] == [RankAssigned, RankAssigned]
         nodes[0].threads.submit(lambda session: session.open_next(0, CAUSE))
         opened = nodes[1].next()
         assert isinstance(opened, Opened)
         assert opened.entry.cause == CAUSE
         for index, one in enumerate(nodes):
             one.join(index)
-        assert [type(one.next()) for one in nodes] == [Placed, Placed]
+        assert [type(one.next()) for one in nodes] == [RankAssigned, RankAssigned]
         nodes[1].threads.submit(lambda session: session.end("graceful", None))
         assert isinstance(nodes[0].next(), Over)
         for one in nodes:
@@ -271,7 +271,7 @@ def test_another_start_is_refused_and_does_no_harm(
     with hosted(served, rules(1, most=2)):
         right = beside(0, must_agree={"--nnodes": "1:2"})
         right.join(0)
-        assert isinstance(right.next(), Placed)
+        assert isinstance(right.next(), RankAssigned)
         wrong = beside(1, must_agree={"--nnodes": "2:2"})
         notified = wrong.next()
         assert isinstance(notified, Lost)
@@ -291,9 +291,7 @@ def test_a_job_that_is_not_there_is_said_so(beside: Callable[..., Beside]) -> No
 
 
 @pytest.mark.parametrize("key", [keys.SETTINGS, keys.HEAD, keys.log(1)])
-def test_what_a_stranger_has_written_is_named(
-    served: Served, beside: Callable[..., Beside], key: str
-) -> None:
+def test_a_foreign_value_is_named(served: Served, beside: Callable[..., Beside], key: str) -> None:
     """A node that needs a value which is not the job's ends, and says which one it is."""
     with contextlib.suppress(ForeignValueError), hosted(served, rules(2)):
         served.raw().set(PREFIX + key, "garbage")
@@ -415,7 +413,7 @@ def test_a_late_node_waits_without_limit(served: Served, beside: Callable[..., B
     with hosted(served, rules(1, most=2)):
         first = beside(0)
         first.join(0)
-        assert isinstance(first.next(), Placed)
+        assert isinstance(first.next(), RankAssigned)
         late = Launched(served, 1, join_timeout_s=3.0)
         late.rendezvous.join(0)
         with pytest.raises(AssertionError):
@@ -453,7 +451,7 @@ def test_a_store_that_ends_with_the_job_is_not_lost(
         one = Launched(served, 0)
         other = beside(1)
         other.join(1)
-        assert isinstance(other.next(), Placed)
+        assert isinstance(other.next(), RankAssigned)
         one.rendezvous.join(0)
         other.threads.submit(lambda session: session.end("graceful", None))
         assert one.next() == "RoundClosed"
@@ -483,11 +481,11 @@ def test_shutting_down_leaves_no_thread(served: Served) -> None:
 def test_a_spare_that_comes_first_is_told_of_later_rounds(
     served: Served, beside: Callable[..., Beside]
 ) -> None:
-    """A node that stood by is placed in the next round when it is needed."""
+    """A node that stood by is assigned in the next round when it is needed."""
     with hosted(served, rules(1, most=2)):
         nodes = [beside(0), beside(1)]
         nodes[0].join(0)
-        assert isinstance(nodes[0].next(), Placed)
+        assert isinstance(nodes[0].next(), RankAssigned)
         nodes[1].join(1)
         assert isinstance(nodes[1].next(), SpareNode)
         leaves = Kind.LEFT
@@ -495,6 +493,6 @@ def test_a_spare_that_comes_first_is_told_of_later_rounds(
         while not isinstance(nodes[1].next(), Opened):
             pass
         nodes[1].join(1)
-        placed = nodes[1].next()
-        assert isinstance(placed, Placed)
-        assert placed.assignment.group_rank == 0
+        assigned = nodes[1].next()
+        assert isinstance(assigned, RankAssigned)
+        assert assigned.assignment.group_rank == 0

@@ -43,9 +43,9 @@ def closed(result):
 
 
 def next_round(placement, stay, come=()):
-    """Return the arrivals of a next round: those of the last one that stay, and newcomers."""
+    """Return the arrivals of a next round: those of the last one that stay, and new nodes."""
     ranks = {candidate.node: rank for rank, candidate in enumerate(placement.active)}
-    before = [*placement.active, *placement.standby, *placement.excluded]
+    before = [*placement.active, *placement.spare, *placement.excluded]
     return [
         dataclasses.replace(candidate, previous_rank=ranks.get(candidate.node))
         for candidate in before
@@ -115,7 +115,7 @@ def test_infra_ranks_give_the_order():
     nodes = [node("d", 40), node("a", 31), node("c", 7), node("b", 12)]
     placement = closed(place(nodes, rules(2, 4)))
     assert names(placement.active) == ["c", "b"]
-    assert names(placement.standby) == ["a", "d"]
+    assert names(placement.spare) == ["a", "d"]
     assert placement.excluded == ()
 
 
@@ -160,11 +160,11 @@ def test_without_infra_ranks_survivors_keep_their_ranks():
 
 
 def test_a_later_node_with_a_smaller_identity_moves_nobody():
-    """Who trained goes on training, although a newcomer would come first by identity."""
+    """Who trained goes on training, although a new node would come first by identity."""
     first = closed(place([node("m"), node("n")], rules(2, 4)))
     second = closed(place(next_round(first, lambda _: True, [node("a")]), rules(2, 4)))
     assert names(second.active) == ["m", "n"]
-    assert names(second.standby) == ["a"]
+    assert names(second.spare) == ["a"]
 
 
 def test_two_claims_to_one_earlier_rank():
@@ -192,7 +192,7 @@ def test_segments_are_taken_whole_from_domains():
     ]
     placement = closed(place(nodes, rules(4, 6, segment=2)))
     assert names(placement.active) == ["a0", "a2", "b1", "b3"]
-    assert names(placement.standby) == ["a4", "c5"]
+    assert names(placement.spare) == ["a4", "c5"]
 
 
 def test_a_domain_that_lost_a_segment_gives_up_the_emptier_one():
@@ -204,7 +204,7 @@ def test_a_domain_that_lost_a_segment_gives_up_the_emptier_one():
     assert names(first.active) == ["a0", "a1", "a2", "a3"]
     second = closed(place(next_round(first, lambda one: one.addr != "a0"), wanted))
     assert names(second.active) == ["b0", "b1", "a2", "a3"]
-    assert names(second.standby) == ["a1"]
+    assert names(second.spare) == ["a1"]
 
 
 def test_a_node_whose_segment_is_gone_fills_a_hole_before_a_spare():
@@ -226,7 +226,7 @@ def test_elastic_takes_all_up_to_the_limit():
     for count, active in [(2, 2), (3, 3), (5, 3)]:
         placement = closed(place([node(f"n{i}", i) for i in range(count)], wanted))
         assert len(placement.active) == active
-        assert len(placement.standby) == count - active
+        assert len(placement.spare) == count - active
     assert isinstance(place([node("n0", 0)], wanted), NotEnough)
 
 
@@ -252,10 +252,10 @@ def test_groups_that_are_unhealthy_or_incomplete_are_excluded():
     ]
     placement = closed(place(nodes, rules(2, 8, group_size=2), frozenset({"0"})))
     assert names(placement.active) == ["n4", "n5"]
-    assert names(placement.standby) == ["n7", "n8"]
+    assert names(placement.spare) == ["n7", "n8"]
     assert names(placement.excluded) == ["n1", "n2", "n3", "n6"]
     assert summary(placement) == (
-        "2 active: n[4-5]; 2 standby: n[7-8]; 4 excluded: n[1-3,6] (group 0 is unhealthy,"
+        "2 active: n[4-5]; 2 spare: n[7-8]; 4 excluded: n[1-3,6] (group 0 is unhealthy,"
         " group 1 has 1 of 2 nodes, 1 node has no NVRX_REPLACEMENT_GROUP_ID)"
     )
 
@@ -277,7 +277,7 @@ def test_summary_of_a_round_without_spares():
     """Long lists are short, whatever kind of addresses they are."""
     nodes = [node(f"node{i:03}.cluster.local", i) for i in range(1, 5)]
     placement = closed(place(nodes, rules(4)))
-    assert summary(placement) == "4 active: node[001-004].cluster.local; 0 standby; 0 excluded"
+    assert summary(placement) == "4 active: node[001-004].cluster.local; 0 spare; 0 excluded"
 
 
 # What is not enough ------------------------------------------------------------------------------
@@ -402,7 +402,7 @@ def test_several_launchers_on_a_node_where_that_is_allowed():
         {"group": "a" * 300},
     ],
 )
-def test_texts_of_strangers(fields):
+def test_foreign_texts(fields):
     """What would spoil the order or a log is refused."""
     with pytest.raises(ValueError, match=r"no identity|too long or not printable"):
         check_texts(Arrival(**{"node": "a_1_0", "addr": "a", **fields}))
@@ -475,7 +475,7 @@ def test_the_order_of_arrival_does_not_matter(seed, has_infra_ranks):
 @pytest.mark.parametrize("has_infra_ranks", [True, False])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_everybody_has_one_place_over_many_rounds(seed, has_infra_ranks):
-    """Over rounds with losses and newcomers: nobody is lost or twice there, the group is whole.
+    """Over rounds with losses and new nodes: nobody is lost or twice there, the group is whole.
 
     Exactly `min_nodes` train (with `elastic` as many as there is room for), every segment is of one
     domain, survivors of an order without infrastructure ranks keep their rank or, with segments,
@@ -493,7 +493,7 @@ def follow_rounds(draw, *, has_infra_ranks):
         if isinstance(result, NotEnough):
             assert as_the_rules_say(candidates, wanted, unhealthy) is None
             return
-        everybody = [*result.active, *result.standby, *result.excluded]
+        everybody = [*result.active, *result.spare, *result.excluded]
         assert Counter(everybody) == Counter(candidates)
         expected = as_the_rules_say(candidates, wanted, unhealthy)
         assert len(result.active) == len(expected)
@@ -501,9 +501,9 @@ def follow_rounds(draw, *, has_infra_ranks):
             assert len(result.active) == wanted.min_nodes
         check_segments(result, wanted)
         check_groups(result, wanted, unhealthy)
-        if not all(one.infra_rank >= 0 for one in (*result.active, *result.standby)):
+        if not all(one.infra_rank >= 0 for one in (*result.active, *result.spare)):
             check_survivors(result, wanted)
-        newcomers = [
+        new_nodes = [
             Arrival(
                 node=f"n{draw.randint(1, 30)}_x_{1000 * (round_number + 1) + index}_0",
                 addr=f"10.{round_number + 1}.0.{index}",
@@ -513,7 +513,7 @@ def follow_rounds(draw, *, has_infra_ranks):
             )
             for index in range(draw.randint(0, 3))
         ]
-        candidates = next_round(result, lambda _: draw.random() < 0.85, newcomers)
+        candidates = next_round(result, lambda _: draw.random() < 0.85, new_nodes)
         draw.shuffle(candidates)
 
 
@@ -527,9 +527,9 @@ def check_segments(placement, wanted):
 
 
 def check_groups(placement, wanted, unhealthy):
-    everybody = [*placement.active, *placement.standby, *placement.excluded]
+    everybody = [*placement.active, *placement.spare, *placement.excluded]
     sizes = Counter(one.group for one in everybody)
-    for one in (*placement.active, *placement.standby):
+    for one in (*placement.active, *placement.spare):
         assert one.group not in unhealthy
         assert (1 if one.group is None else sizes[one.group]) >= (wanted.group_size or 1)
 
@@ -538,7 +538,7 @@ def check_survivors(placement, wanted):
     """Check that survivors keep their ranks as far as rules allow it."""
     size = wanted.segment or 1
     world = len(placement.active)
-    usable = [*placement.active, *placement.standby]
+    usable = [*placement.active, *placement.spare]
     capacity = Counter()
     for name, nodes in Counter(one.domain if wanted.segment else "" for one in usable).items():
         capacity[name] = nodes // size
@@ -552,7 +552,7 @@ def check_survivors(placement, wanted):
         ):
             assert placement.active[one.previous_rank] is one
     # Nobody who never trained sits where somebody who did could: same domain, a place by.
-    for one in placement.standby:
+    for one in placement.spare:
         if one.previous_rank is not None:
             rivals = [a for a in placement.active if not wanted.segment or a.domain == one.domain]
             assert all(a.previous_rank is not None for a in rivals)

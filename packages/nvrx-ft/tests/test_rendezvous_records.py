@@ -198,7 +198,7 @@ def test_a_record_beyond_a_frame_is_cut_further() -> None:
     assert [state.rank for state in back.ranks] == list(range(32))
 
 
-def test_a_strangers_text_stays_on_one_line_of_the_log() -> None:
+def test_a_foreign_text_stays_on_one_line_of_the_log() -> None:
     """What is refused is told of without its control characters."""
     with pytest.raises(ForeignValueError) as refused:
         decode(Entry, json.dumps("x\nERROR \x1b[31m" + "\U000e0001" * 400))

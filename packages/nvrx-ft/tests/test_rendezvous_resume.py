@@ -39,7 +39,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     NodeSession,
     Opened,
     Over,
-    Placed,
+    RankAssigned,
     SessionEvent,
     SpareNode,
 )
@@ -243,7 +243,7 @@ class Node:
         with mock.patch.object(store, "append_line", send_late):
             return self._session.resume(store, DEADLINE_S)
 
-    def tell(self, kind: Kind, **fields: Any) -> None:
+    def send(self, kind: Kind, **fields: Any) -> None:
         """Leave a message."""
         self._session.send(kind, **fields)
 
@@ -259,7 +259,7 @@ def of(**fields: Any) -> CoordinatorRules:
 def placed(plane: Plane, count: int = 2) -> list[Node]:
     """Return nodes that work."""
     nodes = [Node(index, plane) for index in range(count)]
-    assert all(isinstance(node.next(), Placed) for node in nodes)
+    assert all(isinstance(node.next(), RankAssigned) for node in nodes)
     return nodes
 
 
@@ -280,7 +280,7 @@ def open_next(plane: Plane, nodes: list[Node], spare: Node) -> None:
     closed = plane.wait_for(lambda entry: entry.phase is Phase.CLOSED)
     spare.catch_up(closed)
     assert not spare.arrive(arrival(len(nodes)))
-    assert all(isinstance(node.next(), Placed) for node in nodes)
+    assert all(isinstance(node.next(), RankAssigned) for node in nodes)
 
 
 def test_a_round_goes_on_and_was_no_restart() -> None:
@@ -293,7 +293,7 @@ def test_a_round_goes_on_and_was_no_restart() -> None:
         first.take(control.present.wait_for(lambda entry: entry.round == 1))
         for index, node in enumerate((first, second)):
             node.arrive(arrival(index))
-        assert all(isinstance(node.next(), Placed) for node in (first, second))
+        assert all(isinstance(node.next(), RankAssigned) for node in (first, second))
         for _ in range(2):
             plane = control.restart()
             assert first.resume(plane) is None
@@ -326,10 +326,10 @@ def test_a_drain_goes_on_where_it_was(received: str) -> None:
             # Said to a host that dies before it decides anything.
             plane._stop.set()
             plane._thread.join(DEADLINE_S)
-        first.tell(Kind.PREEMPTED, cause=GOES)
+        first.send(Kind.PREEMPTED, cause=GOES)
         if received != "nothing":
             assert isinstance(first.next(), Leaves)
-            first.tell(Kind.HELD, calls=7)
+            first.send(Kind.HELD, calls=7)
         if received == "all":
             assert isinstance(second.next(), Leaves)
         plane = control.restart()
@@ -341,12 +341,12 @@ def test_a_drain_goes_on_where_it_was(received: str) -> None:
         if received == "nothing":
             entry = plane.wait_for(lambda entry: entry.is_leaving)
             first_event, second_event = first.catch_up(entry), second.catch_up(entry)
-            first.tell(Kind.HELD, calls=7)
+            first.send(Kind.HELD, calls=7)
         assert [isinstance(one, Leaves) for one in first_event] == [True] * (received == "nothing")
         assert [isinstance(one, Leaves) for one in second_event] == [True] * (received != "all")
         # A spare whose word came too late learns here that the host went on without it.
         spare.catch_up(entry)
-        second.tell(Kind.HELD, calls=4)
+        second.send(Kind.HELD, calls=4)
         entry = plane.wait_for(lambda entry: entry.save_at > 0)
         assert entry.save_at == 8
         for node in (first, second):
@@ -376,10 +376,10 @@ def test_a_spare_whose_word_comes_too_late_says_it_again(round_: int) -> None:
         assert spare.resume(plane, before_it_tells=go_on) is None
         for node in (first, second, spare):
             assert node.catch_up(plane.host.entry) == []
-        first.tell(Kind.PREEMPTED, cause=GOES)
+        first.send(Kind.PREEMPTED, cause=GOES)
         for node in nodes:
             assert isinstance(node.next(), Leaves)
-            node.tell(Kind.HELD, calls=7)
+            node.send(Kind.HELD, calls=7)
         entry = plane.wait_for(lambda entry: entry.save_at > 0)
         for node in nodes:
             node.catch_up(entry)
@@ -441,10 +441,10 @@ def test_a_drain_waits_for_spares_that_may_come_back() -> None:
     with planes(of()) as control:
         first, second = placed(control.present)
         spare = spare_of(control.present)
-        first.tell(Kind.PREEMPTED, cause=GOES)
+        first.send(Kind.PREEMPTED, cause=GOES)
         for node in (first, second):
             assert isinstance(node.next(), Leaves)
-            node.tell(Kind.HELD, calls=7)
+            node.send(Kind.HELD, calls=7)
         entry = control.present.wait_for(lambda entry: entry.save_at > 0)
         for node in (first, second):
             node.catch_up(entry)
@@ -476,7 +476,7 @@ def test_a_job_that_ends_soon_after_a_restart_is_told_to_late_nodes() -> None:
         entry = plane.wait_for(lambda entry: entry.phase is Phase.OVER)
         for node in (first, second):
             node.catch_up(entry)
-            node.tell(Kind.GOODBYE)
+            node.send(Kind.GOODBYE)
         assert not plane.ended.wait(0.5)
         assert isinstance(spare.resume(plane), Over)
 
@@ -568,7 +568,7 @@ def test_a_member_hears_what_was_decided_while_it_came_back_twice() -> None:
         for node in (first, second):
             node.resume(plane)
         second.catch_up(plane.wait_for(lambda entry: entry.phase is Phase.CLOSED))
-        second.tell(Kind.PREEMPTED, cause=GOES)
+        second.send(Kind.PREEMPTED, cause=GOES)
         plane.wait_for(lambda entry: entry.is_leaving)
         assert isinstance(first.resume(plane), Leaves)
 
@@ -607,7 +607,7 @@ def test_a_spare_that_left_is_none_for_the_next_host(kind: Kind, is_early: bool)
     with planes(of()) as control:
         first, second = nodes = placed(control.present)
         spare = spare_of(control.present)
-        spare.tell(kind, cause=GOES)
+        spare.send(kind, cause=GOES)
         plane = control.restart()
         for node in (spare, *nodes) if is_early else (*nodes, spare):
             if node is spare and not is_early:
@@ -633,7 +633,7 @@ def test_a_member_that_left_makes_the_round_end(round_: int) -> None:
             open_next(plane, nodes, spare)
         plane._stop.set()
         plane._thread.join(DEADLINE_S)
-        first.tell(Kind.LEFT, cause=GOES)
+        first.send(Kind.LEFT, cause=GOES)
         plane = control.restart()
         for node in (first, second, spare):
             node.resume(plane)
@@ -647,7 +647,7 @@ def test_a_node_that_left_and_comes_again_is_there() -> None:
     with planes(of()) as control:
         nodes = placed(control.present)
         spare = spare_of(control.present)
-        spare.tell(Kind.LEFT, cause=GOES)
+        spare.send(Kind.LEFT, cause=GOES)
         spare.arrive(arrival(2))
         plane = control.restart()
         for node in (spare, *nodes):
@@ -658,7 +658,7 @@ def test_a_node_that_left_and_comes_again_is_there() -> None:
 
 
 def test_who_left_after_it_told_the_host_is_no_spare() -> None:
-    """Its last words reach a host that does not know yet where the job stands."""
+    """Its departure notice reaches a host that does not know yet where the job stands."""
     closed = Entry(5, Phase.CLOSED, 2, active=1)
     left = NodeMessage(Kind.LEFT, name(2), arrival=arrival(2))
     known = resume_state_from((notified(2, closed, None), notified(0, closed, 0), left))
@@ -683,7 +683,7 @@ def uncollected() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("uncollected")
-def test_last_words_do_not_wait_for_the_host_to_find_out() -> None:
+def test_departure_notices_do_not_wait_for_the_host_to_find_out() -> None:
     """A launcher that leaves while members have still to come back says so, and is no spare.
 
     Nothing of the stores that it lost is left for the garbage collector.

@@ -190,7 +190,7 @@ def test_values_come_back(served: Served) -> None:
 
 
 @pytest.mark.parametrize("value", ["", "x", "0" * 32, "0" * 40, "\x00", "x" * 100_000])
-def test_a_strangers_value_is_refused(served: Served, value: str) -> None:
+def test_a_foreign_value_is_refused(served: Served, value: str) -> None:
     """What was not written with the secret raises ForeignValueError."""
     served.raw().set(PREFIX + "k", value)
     with pytest.raises(ForeignValueError, match="k"):
@@ -232,7 +232,7 @@ def test_a_value_too_large_is_refused(served: Served) -> None:
 
 
 def test_a_key_cannot_be_made_to_look_missing(served: Served) -> None:
-    """Whatever a stranger writes, the key is there and foreign."""
+    """Whatever a foreign program writes, the key is there and foreign."""
     for value in ("-", "", store._NOTHING[:5]):
         served.raw().set(PREFIX + "k", value)
         with pytest.raises(ForeignValueError):
@@ -242,7 +242,7 @@ def test_a_key_cannot_be_made_to_look_missing(served: Served) -> None:
 def test_foreign_lines_are_left_out_and_reported_once(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Lines of strangers among those of the job do no harm, and fill no log."""
+    """Lines of foreign programs among those of the job do no harm, and fill no log."""
     one = served.connect()
     for number in range(3):
         served.raw().append(PREFIX + "k", "garbage \x00\n")

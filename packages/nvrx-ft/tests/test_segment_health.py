@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exclusions by the scheduler: which unit a node is, what files mean, and that doubt passes."""
+"""The denylist of the scheduler: which unit a node is, what files mean, and that doubt passes."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ import pytest
 from nvidia_resiliency_ext.fault_tolerance._health.admission import NodeChecks, unfit
 from nvidia_resiliency_ext.fault_tolerance._health.segment_health import (
     Unit,
-    read_exclusion,
+    read_denylist,
     state_file,
     state_text,
     task_file,
@@ -43,11 +43,11 @@ def test_a_file_with_content_excludes_one_unit(tmp_path, unit):
     """A file of the unit that is not empty excludes it, with its words, and no other unit."""
     path = tmp_path / f"segment_health_check.123.{unit.task_id}"
     path.write_text("")
-    assert read_exclusion(str(tmp_path), unit) is None
+    assert read_denylist(str(tmp_path), unit) is None
     path.write_text("node4: drained\n  node5: \x1b[2Jdown\n")
-    found = read_exclusion(str(tmp_path), unit)
+    found = read_denylist(str(tmp_path), unit)
     assert (found.path, found.reason) == (str(path), "node4: drained node5: ?[2Jdown")
-    assert read_exclusion(str(tmp_path), Unit("123", "8")) is None
+    assert read_denylist(str(tmp_path), Unit("123", "8")) is None
 
 
 @pytest.mark.parametrize("unit", [TASK, JOB])
@@ -56,12 +56,12 @@ def test_one_file_lists_all_excluded_units(tmp_path, unit):
     path = tmp_path / "segment_health_check.123.state"
     path.write_text(state_text({unit.task_id: ["node5 down"], "12": ["node9 drained"]}))
     assert '"12"' in path.read_text().splitlines()[0]
-    found = read_exclusion(str(tmp_path), unit)
+    found = read_denylist(str(tmp_path), unit)
     assert (found.path, found.reason) == (str(path), f"{unit.task_id}: node5 down")
-    assert read_exclusion(str(tmp_path), Unit("123", "8")) is None
-    assert read_exclusion(str(tmp_path), Unit("12", "7")) is None
+    assert read_denylist(str(tmp_path), Unit("123", "8")) is None
+    assert read_denylist(str(tmp_path), Unit("12", "7")) is None
     path.write_text('["7","123"]\nsomebody wrote this by hand')
-    assert read_exclusion(str(tmp_path), unit).reason == "somebody wrote this by hand"
+    assert read_denylist(str(tmp_path), unit).reason == "somebody wrote this by hand"
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_list_that_is_none_warns_and_excludes_nobody(tmp_path, caplog, content
     """Whatever is no array of texts in the first 8 KiB is one WARNING, and the unit works."""
     (tmp_path / "segment_health_check.123.state").write_bytes(content)
     with caplog.at_level(logging.WARNING, "nvrx"):
-        assert read_exclusion(str(tmp_path), TASK) is None
+        assert read_denylist(str(tmp_path), TASK) is None
     assert "excludes nobody" in caplog.text
 
 
@@ -90,7 +90,7 @@ def test_a_list_is_read_up_to_its_limit(tmp_path):
     line = '["7","' + "1" * (8192 - 8) + '"]'
     assert len(line) == 8192
     (tmp_path / "segment_health_check.123.state").write_text(line)
-    assert read_exclusion(str(tmp_path), TASK) is not None
+    assert read_denylist(str(tmp_path), TASK) is not None
 
 
 @pytest.mark.parametrize("kind", ["directory", "pipe", "loop", "no directory"])
@@ -109,10 +109,10 @@ def test_what_is_no_readable_file_is_passed_over(tmp_path, caplog, kind):
         folder.rmdir()
         folder.write_text("a file")
     with caplog.at_level(logging.WARNING, "nvrx"):
-        assert read_exclusion(str(folder), TASK) is None
+        assert read_denylist(str(folder), TASK) is None
     assert caplog.text.count("passed over") == 2
     caplog.clear()
-    assert read_exclusion(str(tmp_path / "missing"), TASK) is None
+    assert read_denylist(str(tmp_path / "missing"), TASK) is None
     assert not caplog.records
 
 

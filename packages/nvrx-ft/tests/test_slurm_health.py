@@ -16,7 +16,7 @@ from nvidia_resiliency_ext.fault_tolerance._core.infra import (
     expand_nodelist,
     hostnames_to_slurm_nodelist,
 )
-from nvidia_resiliency_ext.fault_tolerance._health.segment_health import Unit, read_exclusion
+from nvidia_resiliency_ext.fault_tolerance._health.segment_health import Unit, read_denylist
 from nvidia_resiliency_ext.fault_tolerance.slurm_health import (
     SlurmAnswerError,
     excluded_units,
@@ -135,9 +135,9 @@ def test_a_launcher_reads_what_is_published(slurm, files):
     assert path.name == "segment_health_check.77.state"
     assert json.loads(path.read_text().splitlines()[0]) == ["1"]
     assert path.stat().st_mode & 0o777 == 0o644
-    found = read_exclusion(str(files), Unit("77", "1"))
+    found = read_denylist(str(files), Unit("77", "1"))
     assert "node2 draining: fan: broken" in found.reason
-    assert read_exclusion(str(files), Unit("77", "0")) is None
+    assert read_denylist(str(files), Unit("77", "0")) is None
     assert "--jobs=77" in (slurm.folder / "calls").read_text()
     # The task has come back on other nodes: what was said of it is stale.
     slurm.says(SINFO, "0|node1\n1|node[4,6]\n")
@@ -217,7 +217,7 @@ def test_the_program_looks_again_until_a_signal(slurm, files):
         try:
             _until((slurm.folder / "calls").exists)
             slurm.says(SINFO, ARRAY)
-            _until(lambda: read_exclusion(str(files), Unit("77", "1")))
+            _until(lambda: read_denylist(str(files), Unit("77", "1")))
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
         finally:

@@ -243,7 +243,7 @@ def test_steps_are_remembered_while_a_monitor_is_replaced(agent):
 
 
 def test_a_long_cycle_that_a_signal_ends_is_remembered(agent):
-    """No exit was judged in it, and yet the program has shown that it can start."""
+    """No exit was evaluated in it, and yet the program has shown that it can start."""
     agent._exits.clear()
     agent.clock.advance(3600.0)
     agent.post(Signalled(signal.SIGTERM))

@@ -131,7 +131,7 @@ def test_dead_workers_of_a_round_that_is_over_open_no_round(
         wait_for(rendezvous, posted, NextRoundOpened)
         decide(store, Entry(3, Phase.CLOSED, 1, active=2, world_size=2))
         wait_until_spare(rendezvous, posted, caplog)
-        rendezvous.tell(OpenNextRound(Cause("killed", "rank 0 died")))
+        rendezvous.perform(OpenNextRound(Cause("killed", "rank 0 died")))
         rendezvous.shutdown()
         assert not store.has(keys.log(4))
 
@@ -166,7 +166,7 @@ def test_that_a_node_leaves_is_in_the_queue_before_its_ranks_are_ended(
         rendezvous.join(0)
         assert store.wait_until_set(keys.NOTIFY, LIMIT_S)
         for _ in range(20):
-            rendezvous.tell(LeaveRendezvous(cause))
+            rendezvous.perform(LeaveRendezvous(cause))
             lines, _ = store.lines(keys.messages(0), 0, str)
             assert any(cause.what in line for line in lines)
             store.delete(keys.messages(0))

@@ -219,7 +219,7 @@ def test_what_is_no_store_is_an_error_of_its_own(answer: Any) -> None:
         StoreClient("127.0.0.1", server.port, LONG)
 
 
-def test_who_says_nothing_is_no_stranger() -> None:
+def test_a_silent_server_is_a_lost_store() -> None:
     """A store that is stopped looks like that: it is lost, and torch would wait as well."""
     with FakeServer(hold) as server, pytest.raises(StoreLostError, match=r"nothing for 0.2 s") as e:
         StoreClient("127.0.0.1", server.port, LONG, answer_timeout_s=0.2)

@@ -162,7 +162,7 @@ def test_status_names_the_job(monkeypatch, environment, job):
     assert Detector._session._status().job == job
 
 
-def test_strangers_and_garbage_are_not_answered(job, capsys, caplog):
+def test_garbage_is_not_answered(job, capsys, caplog):
     """Bytes that are no request end the connection; the job goes on answering its user."""
     assert oct(os.stat(job).st_mode & 0o777) == "0o700"
     with socket.socket(socket.AF_UNIX) as sock:

@@ -77,7 +77,7 @@ class Progress:
 
 
 @dataclass
-class Story:
+class RunLog:
     """What this program did and saw in one run; times are monotonic seconds."""
 
     started: float
@@ -207,30 +207,30 @@ class Job:
         self._log.close()
 
 
-def note_progress(story: Story, progress: Progress) -> None:
+def note_progress(log: RunLog, progress: Progress) -> None:
     """Tell the timeline when a cycle has begun to train on all ranks."""
-    ranks = story.training.setdefault(progress.cycle, set())
+    ranks = log.training.setdefault(progress.cycle, set())
     if len(ranks) == RANKS:
         return
     ranks.add(progress.rank)
     if len(ranks) < RANKS:
         return
     if progress.cycle == 0:
-        story.say(f"all {RANKS} ranks train")
+        log.say(f"all {RANKS} ranks train")
         return
-    story.gaps_s.append(time.monotonic() - story.done[progress.cycle - 1])
+    log.gaps_s.append(time.monotonic() - log.done[progress.cycle - 1])
     waited = ""
     if DISTURBANCES[progress.cycle - 1].signal is signal.SIGSTOP:
         waited = f", {STEP_TIMEOUT_S} s of them the timeout of a step"
-    story.say(
+    log.say(
         f"all {RANKS} ranks train again, from step {progress.step}: "
-        f"{story.gaps_s[-1]:.2f} s without training{waited}"
+        f"{log.gaps_s[-1]:.2f} s without training{waited}"
     )
 
 
-def disturb(job: Job, story: Story, progress: Progress) -> None:
+def disturb(job: Job, log: RunLog, progress: Progress) -> None:
     """Do the next disturbance if this is its rank, its cycle and its time."""
-    place = len(story.done)
+    place = len(log.done)
     if place == len(DISTURBANCES) or progress.cycle != place:
         return
     plan = DISTURBANCES[place]
@@ -239,46 +239,46 @@ def disturb(job: Job, story: Story, progress: Progress) -> None:
     if not job.standbys_ready:
         if progress.step >= plan.to_step and not job.is_paused:
             job.pause()
-            story.say(f"the training waits until each of the {RANKS} ranks has a standby ready")
+            log.say(f"the training waits until each of the {RANKS} ranks has a standby ready")
         return
     os.kill(progress.pid, plan.signal)
-    story.done.append(time.monotonic())
+    log.done.append(time.monotonic())
     job.forget_standbys()
-    story.say(
+    log.say(
         f"rank {plan.rank} (pid {progress.pid}) is {plan.what} with {plan.signal.name} "
         f"in step {progress.step}"
     )
 
 
-def run(folder: Path, *, disturbed: bool) -> tuple[Job, Story, dict[str, Any]]:
+def run(folder: Path, *, disturbed: bool) -> tuple[Job, RunLog, dict[str, Any]]:
     """Run the job to its end and return what came of it."""
-    story = Story(started=time.monotonic())
+    log = RunLog(started=time.monotonic())
     job = Job(folder, DEVICE_MS if disturbed else 0)
     try:
         while True:
-            news = job.wait(story.started + LIMIT_S - time.monotonic())
-            if news is None:
+            lines = job.wait(log.started + LIMIT_S - time.monotonic())
+            if lines is None:
                 break
-            for progress in news:
-                note_progress(story, progress)
+            for progress in lines:
+                note_progress(log, progress)
                 if disturbed:
-                    disturb(job, story, progress)
+                    disturb(job, log, progress)
             if job.is_paused and job.standbys_ready:
                 job.go_on()
         code = job.exit_code()
-        story.say(f"the launcher has left with exit code {code}")
+        log.say(f"the launcher has left with exit code {code}")
         if code != 0:
             raise DemoError(f"the job failed\n{job.tail()}")
-        return job, story, job.result()
+        return job, log, job.result()
     finally:
         job.close()
 
 
-def check_recoveries(job: Job, story: Story) -> None:
+def check_recoveries(job: Job, log: RunLog) -> None:
     """Complain unless each disturbance was noticed as what it was and recovered from."""
-    if len(story.gaps_s) < len(DISTURBANCES):
+    if len(log.gaps_s) < len(DISTURBANCES):
         raise DemoError(
-            f"{len(DISTURBANCES)} recoveries expected, {len(story.gaps_s)} seen\n{job.tail()}"
+            f"{len(DISTURBANCES)} recoveries expected, {len(log.gaps_s)} seen\n{job.tail()}"
         )
     faults = [record for record in job.records() if record.get("kind") == "fault"]
     for cycle, plan in enumerate(DISTURBANCES):
@@ -310,10 +310,10 @@ def demonstrate(output: Path) -> None:
     print("\n1. Undisturbed", flush=True)
     _, _, peaceful = run(output / "undisturbed", disturbed=False)
     print("\n2. The same job; one rank is killed, another one stops answering", flush=True)
-    job, story, disturbed = run(output / "disturbed", disturbed=True)
+    job, log, disturbed = run(output / "disturbed", disturbed=True)
     print("\n3. What the record says\n", flush=True)
     page = show_report(job)
-    check_recoveries(job, story)
+    check_recoveries(job, log)
     print("\n4. The results\n")
     for name, result in (("undisturbed", peaceful), ("disturbed", disturbed)):
         print(

@@ -112,7 +112,7 @@ class Node:
 
     @contextlib.contextmanager
     def unjudged(self):
-        """Hold the monitor: what ranks do in the block it judges afterwards."""
+        """Hold the monitor: what ranks do in the block it evaluates afterwards."""
         os.kill(self.monitor.child.pid, signal.SIGSTOP)
         try:
             yield

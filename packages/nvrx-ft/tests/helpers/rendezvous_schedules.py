@@ -53,7 +53,7 @@ from nvidia_resiliency_ext.fault_tolerance._rendezvous.session import (
     NodeSession,
     Opened,
     Over,
-    Placed,
+    RankAssigned,
     SessionEvent,
     SpareNode,
 )
@@ -156,7 +156,7 @@ class Seen:
 
     adopted: list[Entry] = field(default_factory=list)
     placements: dict[int, list[str]] = field(default_factory=dict)
-    placed: list[tuple[str, Placed]] = field(default_factory=list)
+    assigned: list[tuple[str, RankAssigned]] = field(default_factory=list)
     spares: list[tuple[str, int]] = field(default_factory=list)
     taken: dict[str, list[Entry]] = field(default_factory=dict)
     cut_off: set[str] = field(default_factory=set)
@@ -234,7 +234,7 @@ class Node(threading.Thread):
     def run(self) -> None:
         try:
             self._run()
-        except BaseException as error:  # noqa: BLE001 - judged by the schedule
+        except BaseException as error:  # noqa: BLE001 - evaluated by the schedule
             self.problem = error
 
     def _run(self) -> None:
@@ -283,7 +283,7 @@ class Node(threading.Thread):
         return self.threads.may_train(trains_in)
 
     def _meet(self, event: SessionEvent) -> None:
-        self.trains_in = event.entry.round if isinstance(event, Placed) else None
+        self.trains_in = event.entry.round if isinstance(event, RankAssigned) else None
         if isinstance(event, Over):
             self.end = "over"
         elif isinstance(event, Lost):
@@ -293,19 +293,19 @@ class Node(threading.Thread):
         elif isinstance(event, SpareNode):
             self.schedule.seen.spares.append((self.plan.name, event.entry.round))
         else:
-            self.schedule.seen.placed.append((self.plan.name, event))
+            self.schedule.seen.assigned.append((self.plan.name, event))
             self._train(event)
 
-    def _train(self, placed: Placed) -> None:
+    def _train(self, assigned: RankAssigned) -> None:
         schedule = self.schedule
-        round_, last = placed.entry.round, schedule.rounds
+        round_, last = assigned.entry.round, schedule.rounds
         if self.plan.leaves_in_round is not None and round_ >= self.plan.leaves_in_round:
             cause = Cause("drained", f"{self.plan.name} leaves")
             self.trains_in = None
             self.threads.submit(lambda session: session.send(Kind.LEFT, cause=cause))
             self.end = "left"
             return
-        rank = placed.assignment.group_rank
+        rank = assigned.assignment.group_rank
         # Rank 0 fails, so another round is opened meanwhile.
         if round_ < last and rank != 0 and self.plan.lives_for is None and schedule.may_cut_off():
             schedule.seen.cut_off.add(self.plan.name)
@@ -436,14 +436,14 @@ class Schedule:
         client.cut()
 
     def _evaluate(self, nodes: list[Node], serving: threading.Thread) -> None:
-        self._judge_log()
+        self._check_log()
         for node in nodes:
-            self._judge_node(node)
+            self._check_node(node)
         if serving.is_alive():
             raise ScheduleError("the host does not end")
-        self._judge_places()
+        self._check_assignments()
 
-    def _judge_log(self) -> None:
+    def _check_log(self) -> None:
         before = None
         opened = collections.Counter(
             entry.round
@@ -465,7 +465,7 @@ class Schedule:
         if before is None or before.phase is not Phase.OVER:
             raise ScheduleError(f"the job did not end: {before}")
 
-    def _judge_node(self, node: Node) -> None:
+    def _check_node(self, node: Node) -> None:
         if node.problem is not None:
             raise ScheduleError(f"{node.name} failed: {node.problem!r}")
         expected = ["over"]
@@ -484,14 +484,14 @@ class Schedule:
             if two.seq != one.seq + 1:
                 raise ScheduleError(f"{node.name} was told {two.seq} after {one.seq}")
 
-    def _judge_places(self) -> None:
+    def _check_assignments(self) -> None:
         closed = {e.round: e for e in self.seen.adopted if e.phase is Phase.CLOSED}
         ranks: dict[tuple[int, int], str] = {}
-        for name, placed in self.seen.placed:
-            round_, rank = placed.assignment.round, placed.assignment.group_rank
+        for name, one in self.seen.assigned:
+            round_, rank = one.assignment.round, one.assignment.group_rank
             assert rank is not None
             entry = closed[round_]
-            if self.seen.placements[round_][rank] != name or placed.assignment.rank_offset != rank:
+            if self.seen.placements[round_][rank] != name or one.assignment.rank_offset != rank:
                 raise ScheduleError(f"{name} took rank {rank} of {self.seen.placements[round_]}")
             if ranks.setdefault((round_, rank), name) != name:
                 raise ScheduleError(f"two nodes had rank {rank} in round {round_}")
@@ -520,7 +520,7 @@ _STEPS = {
 def _caught(function: Any, failed: list[BaseException]) -> None:
     try:
         function()
-    except BaseException as error:  # noqa: BLE001 - judged by the schedule
+    except BaseException as error:  # noqa: BLE001 - evaluated by the schedule
         failed.append(error)
 
 

@@ -57,7 +57,7 @@ class Served:
         return made
 
     def raw(self) -> Any:
-        """Return a client as a stranger may have; what it has written is there for others."""
+        """Return a client as a foreign program has it; what it has written is there for others."""
         return _Answered(self.connect()._client)
 
     def kill(self) -> None:

@@ -104,7 +104,7 @@ def main():
         name, *arguments = json.loads(line)
         try:
             getattr(rank, name)(*arguments)
-        except Exception as error:  # noqa: BLE001 - the test judges it
+        except Exception as error:  # noqa: BLE001 - the test evaluates it
             notify("error", type(error).__name__, str(error))
 
 

@@ -94,7 +94,7 @@ class CompletedAnalysis:
 
 @dataclass
 class _Log:
-    """What is known of one file, beside the reply that the coalescer keeps.
+    """State of one file, beside the reply that the coalescer keeps.
 
     Attributes:
         session, task: Who reads it, while it is read.
@@ -396,13 +396,13 @@ class Analyzer:
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Close what belongs to no event loop."""
+        """Close the thread pool and the journal, which belong to no event loop."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self._journal is not None:
             self._journal.close()
 
     async def resume(self) -> int:
-        """Submit what the journal has without an end, and return how many."""
+        """Submit the journal's unfinished submissions again, and return their number."""
         left = list(self._journal.open_submissions) if self._journal is not None else []
         count = 0
         for value in left:
@@ -513,7 +513,7 @@ class Analyzer:
             logger.warning("%s cannot be read: %s", key, error)
 
     def _read(self, key: str, job: Job) -> tuple[LogSession, asyncio.Task[engine.Verdict | None]]:
-        """Return who reads a log, and the task; there is one per log."""
+        """Return the session that reads a log, and its task; there is one per log."""
         log = self._logs[key]
         if log.session is not None and log.task is not None:
             return log.session, log.task

@@ -170,7 +170,7 @@ class NVRxAttribution(Generic[T, R]):
         self._steps = {name: attr_pipeline[name] for name in _STEPS}
 
     def inspect_type_consistency(self, attr_pipeline: Mapping[str, Callable[..., Any]]) -> None:
-        """Compare what each step is annotated to return with what the next one takes.
+        """Compare the annotated result of each step with the parameter of the next.
 
         Args:
             attr_pipeline: The three steps by name.
@@ -274,7 +274,7 @@ class NVRxAttribution(Generic[T, R]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        """Close the pipeline."""
         self.close()
 
     async def _call(self, step: Callable[..., Any], *args: Any) -> Any:

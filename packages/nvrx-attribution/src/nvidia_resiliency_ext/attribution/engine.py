@@ -132,7 +132,7 @@ class LogScanner:
         self._earlier = load_history(history, self._job_id, self._cycle_id, self._attempt_index)
 
     def snapshot(self) -> Verdict:
-        """Return the verdict about what came so far; cheap, whatever the size of the log."""
+        """Return the verdict on the lines so far; cheap, whatever the size of the log."""
         return self._verdict()
 
     def finish(self) -> Verdict:
@@ -141,7 +141,7 @@ class LogScanner:
         return self._verdict(self._scanner.guessed)
 
     def skip(self, size: int, lines: int) -> None:
-        """Count what stands before the attempt's own part of its log, without a look at it.
+        """Count bytes and lines before the attempt's own part of its log, without reading them.
 
         Args:
             size: Bytes before the first ones that are fed.
@@ -156,7 +156,7 @@ class LogScanner:
         return self._scanner.result.lines
 
     def mark_truncated(self) -> None:
-        """Say that not all of the log was read."""
+        """Record that not all of the log was read."""
         self._scanner.result.truncated = True
 
     def _verdict(self, guess: Callable[[], Event | None] | None = None) -> Verdict:
@@ -419,7 +419,7 @@ def _coverage(scan: ScanResult) -> dict[str, Any]:
 
 
 def _is_silent(scan: ScanResult) -> bool:
-    """Tell whether lines came long after the last step, measured by the steps before."""
+    """Return whether lines came long after the last step, measured by the steps before."""
     progress = scan.progress
     times = (progress.first_step_time_s, progress.last_step_time_s, scan.last_time_s)
     if None in times or progress.last_step is None or progress.first_step is None:

@@ -206,11 +206,11 @@ class _Target:
         raise NotImplementedError
 
     def finish(self, *, sync: bool) -> None:
-        """Make what was written durable, and close it."""
+        """Make the written bytes durable, and close the file."""
         raise NotImplementedError
 
     def give_back(self) -> None:
-        """Drop what is not finished; harmless after `finish`."""
+        """Drop an unfinished file; harmless after `finish`."""
         raise NotImplementedError
 
 
@@ -233,7 +233,7 @@ class _FileTarget(_Target):
         self._reserve(length)
 
     def _reserve(self, length: int) -> None:
-        """Say how long the file will be; where that is not possible writing will tell."""
+        """Reserve the file's length on disk; where that is impossible writing shows a full disk."""
         # Major number 0 is no block device. In memory nothing is laid out, which took 6 % of a
         # write; a network file system that cannot do it has the C library write into every block.
         # Others that have 0 (overlayfs, btrfs) could: there a full disk shows while writing.

@@ -77,7 +77,7 @@ class CheckpointWriteError(NvrxError, OSError):
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle it with all fields; the base class would lose two."""
+        """Pickle the error with all fields; the base class would lose two."""
         fields = (self.errno, self.strerror, self.filename, self.written_bytes, self.action)
         return type(self), fields
 

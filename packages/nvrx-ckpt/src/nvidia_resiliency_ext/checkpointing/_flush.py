@@ -98,7 +98,7 @@ class LocalCopy:
         return self.results
 
     def cancel(self) -> None:
-        """Let what runs end soon, with an error."""
+        """Let running writes end soon, with an error."""
         self.stopped.set()
         self._saver.cancel()
 

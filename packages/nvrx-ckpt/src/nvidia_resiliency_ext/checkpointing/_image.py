@@ -30,7 +30,7 @@ _MAX_FRAMES = 16384
 
 @dataclass(frozen=True)
 class TensorFrame:
-    """What `torch.save` writes around the data of one tensor.
+    """Bytes that `torch.save` writes around the data of one tensor.
 
     Attributes:
         head: Bytes in front of the data.
@@ -200,14 +200,14 @@ def _covers_storage(tensor: torch.Tensor) -> bool:
 
 
 def saved_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of a plain tensor in what `storage_bytes` returns for it."""
+    """Return the strides of a plain tensor in the result of `storage_bytes`."""
     if tensor.is_contiguous() or _covers_storage(tensor):
         return tensor.stride()
     return torch.empty_like(tensor.detach(), device="meta").stride()
 
 
 class _Counter:
-    """Counts what is written into it; data that is left out is announced by `seek`."""
+    """Count the bytes written; bytes that are left out are announced by `seek`."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -250,7 +250,7 @@ class _FrameRecorder(_Counter):
 
 
 class _ImageStream:
-    """Takes what is written into it to memory.
+    """Write a saved object to memory.
 
     Args:
         image: The memory.

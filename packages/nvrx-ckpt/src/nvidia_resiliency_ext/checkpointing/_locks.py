@@ -68,7 +68,7 @@ class SaveLock:
         self.renew()
 
     def renew(self) -> None:
-        """Lock what has taken the place of the manifest that was locked, if anything has.
+        """Lock the present manifest if another file replaced the locked one.
 
         Raises:
             CheckpointWriteError: Another process was faster, and saves there.
@@ -114,7 +114,7 @@ class SaveLock:
 
 
 def is_being_saved(folder: str) -> bool:
-    """Tell whether a process is saving a part of the checkpoint in a directory."""
+    """Return whether a process is saving a part of the checkpoint in a directory."""
     for path in glob.glob(os.path.join(glob.escape(folder), ".nvrx_manifest.*.json")):
         with contextlib.suppress(OSError):
             descriptor = os.open(path, _FLAGS)

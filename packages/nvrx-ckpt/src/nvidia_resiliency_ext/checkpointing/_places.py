@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def parts_of(path: str, item: Any) -> list[tuple[str, Any]]:
-    """Return what is in a dict, list or tuple, or in the attributes of an object, with its path."""
+    """Return the items of a dict, list or tuple, or an object's attributes, with their paths."""
     if isinstance(item, dict):
         parts = [(f"{path}[{key!r}]", value) for key, value in item.items()]
     elif isinstance(item, (list, tuple)):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Publication(Protocol):
-    """What makes a checkpoint of files that are durable on all ranks.
+    """The step that makes a checkpoint of files that are durable on all ranks.
 
     Attributes:
         place: What is equal for saves to one directory: its path, or its address.
@@ -30,7 +30,7 @@ class Publication(Protocol):
     begun: bool
 
     def gather(self) -> bool:
-        """Exchange what has to be known; all ranks call it. Return whether this rank publishes."""
+        """Exchange data between ranks, which all call it. Return whether this rank publishes."""
 
     def write(self, is_dropped: Callable[[], bool] = lambda: False) -> None:
         """Publish, from any thread; a failure is kept for the finalize function."""
@@ -87,7 +87,7 @@ class StagedWrite(ABC):
         """
 
     def error(self, call_idx: int, rank: int, cause: str) -> AsyncSaveError:
-        """Return what the trainers raise when nothing was written on some rank."""
+        """Return the error that trainers raise when some rank wrote nothing."""
         return AsyncSaveError(call_idx, rank, cause)
 
     def __call__(self, *_args: object, **_kwargs: object) -> None:

@@ -170,7 +170,7 @@ def _give_back(fd: int, unpin: Callable[[], None] | None) -> None:
 
 
 def _pin(tensor: torch.Tensor) -> Callable[[], None] | None:
-    """Register memory with CUDA; return what undoes it, None where there is no CUDA."""
+    """Register memory with CUDA; return a function to undo it, None where there is no CUDA."""
     import torch
 
     if not torch.cuda.is_available() or torch.version.cuda is None:

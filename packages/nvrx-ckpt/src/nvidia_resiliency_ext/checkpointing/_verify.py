@@ -29,7 +29,7 @@ _LIMIT = 1 << 62
 
 @dataclass
 class VerifyReport:
-    """What was found out about a checkpoint.
+    """Result of the verification of a checkpoint.
 
     Attributes:
         path: Its directory.
@@ -49,7 +49,7 @@ class VerifyReport:
 
     @property
     def whole(self) -> bool:
-        """Whether it is known to be complete and unchanged."""
+        """Whether the checkpoint is known to be complete and unchanged."""
         return self.has_manifest and not self.problems
 
 
@@ -115,7 +115,7 @@ class CheckpointItem:
 
 
 def checkpoint_items(path: str | os.PathLike[str]) -> list[CheckpointItem] | None:
-    """Return what is in a checkpoint according to its manifests; the data is not read.
+    """Return the items of a checkpoint according to its manifests; the data is not read.
 
     Returns:
         The items by file; None without a manifest.
@@ -176,7 +176,7 @@ class _File:
 
     @classmethod
     def parse(cls, name: Any, about: Any, *, in_rank_manifest: bool = False) -> _File:
-        """Return what a manifest says about a file.
+        """Parse a manifest's entry for a file.
 
         Raises:
             KeyError, TypeError, ValueError: It says nothing that makes sense.
@@ -201,7 +201,7 @@ class _File:
 
 
 def _files(folder: str) -> list[_File]:
-    """Return the files that a checkpoint must have, with what must be in them."""
+    """Return the files that a checkpoint must have, with their items and checksums."""
     try:
         manifest = read_manifest(os.path.join(folder, MANIFEST))
         files = [_File.parse(METADATA, manifest["metadata"])]

@@ -95,7 +95,7 @@ class WritePlan:
         return sum(file.length for file in self.files)
 
     def to_json(self) -> bytes:
-        """Return it as JSON."""
+        """Return the plan as JSON."""
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
     @classmethod

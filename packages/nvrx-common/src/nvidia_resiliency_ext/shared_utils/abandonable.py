@@ -72,7 +72,7 @@ class AbandonableCall(Generic[T]):
         return time.monotonic() - self._start
 
     def result(self) -> T:
-        """Return what the function returned, or raise what it raised; once, after `ended`."""
+        """Return the function's result or raise its error; once, after `ended`."""
         try:
             if self._errors:
                 raise self._errors[0]
@@ -105,7 +105,7 @@ class DeadlineCaller:
         self._turn = threading.Lock()
 
     def run(self, what: str, call: Callable[[], Any], timeout_s: float) -> Any:
-        """Return what `call()` returns, or raise what it raises; errors of ours call it `what`.
+        """Return the result of `call()` or raise its error; `what` names the call in our errors.
 
         It waits `timeout_s` seconds for it, and as long for an earlier call.
 
@@ -149,7 +149,7 @@ class ParkedAtExit(threading.Thread):
         work()
 
     def start(self) -> None:
-        """Start the thread; what parks it at exit is registered first."""
+        """Start the thread, after registering the hook that parks it at exit."""
         _register()
         _threads.add(self)
         super().start()

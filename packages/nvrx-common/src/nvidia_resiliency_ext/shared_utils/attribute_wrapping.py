@@ -53,7 +53,7 @@ class WrappedAttribute:
         setattr(owner, name, self._replacement)
 
     def restore(self) -> None:
-        """Put back what was there, unless something else was put in the place; once is enough.
+        """Restore the original attribute, unless another one replaced ours; once is enough.
 
         Raises:
             AttributeError: The attribute can no longer be set.
@@ -69,7 +69,7 @@ class WrappedAttribute:
             setattr(self.owner, self.name, self._own)
 
     def _stored(self) -> Any:
-        """Return what the owner itself holds under the name, without its class or base classes."""
+        """Return the owner's own attribute of the name, without those of its classes."""
         if hasattr(self.owner, "__dict__"):
             return vars(self.owner).get(self.name, _ABSENT)
         is_slot = inspect.ismemberdescriptor(inspect.getattr_static(self.owner, self.name))

@@ -56,7 +56,7 @@ _MOST_ENDS = 16
 
 
 class RequestState:
-    """What a client has submitted and still asks for. Call it under the client's lock.
+    """Submissions and pending questions of a client. Call it under the client's lock.
 
     A submission gets its job's identity when it is sent. With `enforce_stop` nothing more is asked
     after an answer of STOP.
@@ -114,7 +114,7 @@ class RequestState:
         return end
 
     def next_post(self) -> LogSubmission | None:
-        """Return what to submit now; it stays due until it is answered."""
+        """Return the log submission that is due, until it is answered."""
         if self.terminal is not None and not self._is_accepted and not self.is_over:
             return self.terminal
         if self._ends and not self.is_over:
@@ -258,7 +258,7 @@ class AttributionService:
         return has_slot
 
     def __call__(self) -> bool:
-        """Do what `request_terminal_analysis` does."""
+        """Call `request_terminal_analysis`."""
         return self.request_terminal_analysis()
 
     def start_poller(self, node_id: str | None = None) -> None:
@@ -269,7 +269,7 @@ class AttributionService:
             self._wake()
 
     def stop_poller(self, timeout: float = 5.0) -> None:
-        """Send what is still to be submitted; end the thread, or abandon it after `timeout` s."""
+        """Send pending submissions and end the thread; abandon it after `timeout` s."""
         with self._changed:
             self._is_polling = False
             self._is_closing = True
@@ -431,7 +431,7 @@ class AttributionService:
             self._record("ATTRIBUTION_GET_COMPLETED")
 
     def _complain(self, request: str, problem: str) -> None:
-        """Log what is wrong with the service, once until such a request succeeds again."""
+        """Log a problem of the service, once until such a request succeeds again."""
         level = logging.DEBUG if request in self._complaints else logging.WARNING
         self._complaints.add(request)
         text = "attribution: %s: %s; restarts go on without its verdicts"

@@ -61,7 +61,7 @@ class LogSubmission:
     attempt_index: int | None = None
 
     def to_payload(self) -> dict[str, Any]:
-        """Return the JSON object, without what is not known."""
+        """Return the JSON object, without unknown fields."""
         payload = asdict(self) | {
             "log_complete": self.log_complete or None,
             "evidence": list(self.evidence) or None,
@@ -105,7 +105,7 @@ class Recommendation:
 
 @dataclass(frozen=True, slots=True)
 class LogReply:
-    """What a client needs of the reply to ``GET /logs``.
+    """Fields that a client needs of the reply to ``GET /logs``.
 
     Attributes:
         status: ``pending``, ``in_flight``, ``completed`` or ``failed``; empty when unknown.

@@ -142,7 +142,7 @@ class _Uses(ast.NodeVisitor):
                 self._known[text] = found
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        """Check `module.name`, and what a class or module gives below it."""
+        """Check `module.name`, and further names below a class or module."""
         self._resolve(node)
         if not isinstance(node.value, ast.Attribute | ast.Name):
             self.generic_visit(node)
@@ -170,7 +170,7 @@ class _Uses(ast.NodeVisitor):
         return None
 
     def _resolve(self, node: ast.expr) -> Any:
-        """Return what an expression of dotted names stands for, None if that is unknown."""
+        """Return the object that an expression of dotted names denotes; None if it is unknown."""
         if not isinstance(node, ast.Attribute | ast.Name):
             return None
         known = self._known.get(ast.unparse(node))

@@ -67,7 +67,7 @@ class ExitStatus:
         return _LOST_STATUS if self.code is None else self.code
 
     def describe(self) -> str:
-        """Return it in words, such as `exit code 1` or `killed by SIGKILL (9)`."""
+        """Return the status in words, such as `exit code 1` or `killed by SIGKILL (9)`."""
         if self.lost:
             return "ended, but another waiter took its exit status"
         if self.signal is None:
@@ -285,7 +285,7 @@ class Child:
             return True
 
     def stop(self, grace_s: float, *, first: int = signals.SIGTERM) -> ExitStatus | None:
-        """End it and its group: `first`, then SIGKILL after `grace_s` seconds; reap it.
+        """End the process and its group: `first`, then SIGKILL after `grace_s` seconds; reap it.
 
         Returns:
             How it ended, or `None` for a process that even SIGKILL does not end, because the
@@ -299,7 +299,7 @@ class Child:
         return status if status is not None else self.wait(_CLOSE_WAIT_S)
 
     def close(self) -> None:
-        """Kill what still runs, reap it and give the descriptors back; harmless when repeated."""
+        """Kill the process if it runs, reap it and close all descriptors; harmless if repeated."""
         if self.poll() is None and self.stop(0.0, first=signals.SIGKILL) is None:
             logger.warning("process %d does not end after SIGKILL", self.pid)
         for pipe in (self.stdin, self.stdout, self.stderr):
@@ -439,7 +439,7 @@ def _load_prctl() -> Callable[[int, int], int]:
 
 
 def _open_watch(pid: int) -> tuple[int, threading.Thread | None]:
-    """Return what a child's end makes readable: its pidfd, or a pipe and the thread that has it."""
+    """Return a descriptor that a child's end makes readable, and the thread of a pipe or None."""
     if pidfd_available():
         return os.pidfd_open(pid), None
     reader, writer = os.pipe()

@@ -24,7 +24,7 @@ _FOR_ZSH = "autoload -U +X compinit && compinit -u\nautoload -U +X bashcompinit 
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return what makes `shell` complete the flags of a `parser`, and values that are words.
+    """Return a script by which `shell` completes the flags and word values of a `parser`.
 
     Everything else, such as a script or a file, is completed as file names.
 
@@ -78,7 +78,7 @@ def _words_of(action: argparse.Action) -> list[str]:
 
 
 class PrintCompletion(argparse.Action):
-    """Prints what makes a shell complete the parser's command line, and leaves.
+    """Print the script by which a shell completes the parser's command line, and exit.
 
     Arguments (`option_strings`, `dest`, `more`, `parser`, `values`) are as of `argparse.Action`.
 
@@ -94,6 +94,6 @@ class PrintCompletion(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, _namespace: object, values: Any, *_: object
     ) -> NoReturn:
-        """Print it; the program ends."""
+        """Print the script; end the program."""
         write_out(completion_script(parser, values))
         parser.exit()

@@ -58,7 +58,7 @@ def read_token(path: str, name: str = "token file") -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine can reach a server bound to `host`.
+    """Return whether only this machine can reach a server bound to `host`.
 
     That is an address, also in brackets, `unix:PATH` or a name; of names only `localhost` counts.
     """
@@ -71,7 +71,7 @@ def is_loopback(host: str) -> bool:
 
 
 class _ChangingFile:
-    """What the file at `path`, which errors call `name`, holds now; for all threads."""
+    """The present content of the file at `path`, named `name` in errors; for all threads."""
 
     _default_name = "file"
 
@@ -94,7 +94,7 @@ class _ChangingFile:
         return self._value
 
     def _signature(self) -> tuple[int, ...] | None:
-        """Return what differs when the file does; None while there is none."""
+        """Return a signature that changes with the file; None while there is none."""
         try:
             found = os.stat(self.path)
         except (OSError, ValueError):
@@ -125,7 +125,7 @@ class TokenFile(_ChangingFile):
         return f"Bearer {self.token()}"
 
     def admits(self, header: str | bytes | None) -> bool:
-        """Tell whether a client's `header` (`authorization`; None: not sent) holds the token.
+        """Return whether a client's `header` (`authorization`; None: not sent) holds the token.
 
         The comparison takes equally long for every wrong value.
         """
@@ -148,7 +148,7 @@ class PemFile(_ChangingFile):
     _default_name = "TLS file"
 
     def read(self) -> bytes:
-        """Return what the file holds now."""
+        """Return the present content of the file."""
         return self._current()
 
     def _load(self) -> bytes:

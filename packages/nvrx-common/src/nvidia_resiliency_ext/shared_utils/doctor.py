@@ -209,7 +209,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def package_findings(versions: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield what is installed, and an error for a package that owns the same files."""
+    """Yield the installed versions, and an error for a package that owns the same files."""
     yield Finding("info", "python", f"{sys.version.split()[0]} ({sys.executable})")
     for name in sorted(versions):
         if name.startswith("nvrx-") or name == "torch":

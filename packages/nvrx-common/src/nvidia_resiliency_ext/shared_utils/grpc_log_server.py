@@ -171,7 +171,7 @@ class LogAggregationServicer:
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Write what waits and close all files; harmless when repeated."""
+        """Write all waiting lines and close all files; harmless when repeated."""
         self._funnel.close(Deadline.after(CLOSE_S))
 
     @contextlib.contextmanager

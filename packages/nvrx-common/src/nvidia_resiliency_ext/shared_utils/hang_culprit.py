@@ -47,7 +47,7 @@ class Confidence(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What one rank was doing when a limit was broken.
+    """Activity of one rank when a limit was broken.
 
     Attributes:
         rank: Global rank.
@@ -72,7 +72,7 @@ class RankState:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Whom a hang is blamed on.
+    """The ranks that a hang is blamed on.
 
     Attributes:
         culprits: Ranks that are to blame; empty when that cannot be told.

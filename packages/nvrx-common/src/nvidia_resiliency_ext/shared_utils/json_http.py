@@ -173,7 +173,7 @@ class JsonConnection:
 
 
 class _TimedReader(io.RawIOBase):
-    """What `http.client` reads of `sock`; from `deadline` (monotonic) on, that is a `TimeoutError`.
+    """Stream of `sock` for `http.client`; raises `TimeoutError` from `deadline` (monotonic) on.
 
     A socket counts its own limit anew at each byte.
     """

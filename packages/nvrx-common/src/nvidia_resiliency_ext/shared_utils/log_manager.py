@@ -116,7 +116,7 @@ class LogConfig:
 
     @classmethod
     def get_process_name(cls, proc_name: str | None = None) -> str:
-        """Return what log files call this process: `proc_name`, else the process number."""
+        """Return the name of this process in log files: `proc_name`, else the process number."""
         return proc_name or str(os.getpid())
 
     @classmethod

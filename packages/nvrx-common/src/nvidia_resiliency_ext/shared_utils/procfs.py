@@ -53,7 +53,7 @@ class ProcStat:
 
     @property
     def running(self) -> bool:
-        """Whether it is more than a zombie that waits for its parent."""
+        """Whether the process runs, and is no zombie that waits for its parent."""
         return self.state not in _DEAD_STATES
 
 

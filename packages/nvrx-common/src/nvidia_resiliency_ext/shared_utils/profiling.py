@@ -130,7 +130,7 @@ class FaultToleranceProfiler:
         return identity
 
     def subscribe(self, callback: Callable[[ProfilingRecord], object]) -> Callable[[], None]:
-        """Call `callback` with each later record, in its thread; return what ends that."""
+        """Call `callback` with each later record, in its thread; return a function to end this."""
         key = object()
         with self._lock:
             self._subscribers[key] = callback
@@ -180,7 +180,7 @@ def set_profiling_cycle(cycle: int) -> None:
 
 
 def subscribe(callback: Callable[[ProfilingRecord], object]) -> Callable[[], None]:
-    """Call `callback` with each later record of this process; return what ends that."""
+    """Call `callback` with each later record of this process; return a function that ends this."""
     return _profiler.subscribe(callback)
 
 

@@ -27,7 +27,7 @@ _KEYS = re.compile(r"(?:api|access|account|private|secret|encryption|signing)[_.
 
 @lru_cache(maxsize=4096)  # a record has few names and very many lines
 def is_secret_name(name: str) -> bool:
-    """Say whether something of this name may be a secret."""
+    """Return whether a value of this name may be a secret."""
     parts = [part.lower() for part in _PARTS.findall(name)]
     return bool(parts) and (
         parts[-1] in _SECRET_LAST
@@ -269,7 +269,7 @@ class _Redaction:
         return value
 
     def member(self, name: str, value: object) -> object:
-        """Redact what has a name; all that lies within a secret is secret."""
+        """Redact a named value; all values within a secret one are secret."""
         if not is_secret_name(name) or value is None or isinstance(value, bool):
             return self.value(value)
         if isinstance(value, dict):
@@ -279,7 +279,7 @@ class _Redaction:
         return REDACTED if self.is_secret(name, str(value)) else value
 
     def is_secret(self, name: str, value: str) -> bool:
-        """Say whether the value of a secret name is one, and count it."""
+        """Return whether the value of a secret name is one, and count it."""
         may_count = "tokens" in name.lower() or name.lower() == "pass"
         is_count = may_count and value.replace(".", "", 1).isdigit()
         if value.lower() in _HARMLESS or value == REDACTED or is_count:
@@ -292,7 +292,7 @@ class _Redaction:
         return self.cut_off_keys(text) if _KEY_END.search(text) else text
 
     def cut_off_keys(self, text: str) -> str:
-        """Redact what is left of keys whose first lines are not there."""
+        """Redact the remaining lines of keys whose first lines are missing."""
         kept: list[str] = []
         for line in text.split("\n"):
             ended, count = _KEY_END.subn(REDACTED, line)

@@ -73,18 +73,18 @@ class RunDir:
 
         Args:
             label: What the run is, in at most 24 letters, digits, `_`, `.` and `-`.
-            environ: Where to look up the places.
+            environ: Names the parent directories.
 
         Raises:
             ValueError: The label is none.
-            OSError: No place will have it.
+            OSError: No parent takes a run directory.
         """
         if not 0 < len(label) <= _LONGEST_LABEL or not _LABEL_CHARACTERS.issuperset(label):
             raise ValueError(f"{label!r} is no label of 1 to {_LONGEST_LABEL} plain characters")
         name = f"nvrx-{label}-{os.urandom(_RANDOM_BYTES).hex()}"
         last_error: OSError | None = None
-        for place in trusted_places(environ):
-            path = os.path.join(place, name)
+        for parent in trusted_parents(environ):
+            path = os.path.join(parent, name)
             space_bytes = MAX_SOCKET_PATH_BYTES - len(os.fsencode(path)) - 1
             if space_bytes < _RESERVED_FOR_NAMES_BYTES:
                 continue
@@ -137,7 +137,7 @@ class RunDir:
         return path
 
     def remove(self) -> None:
-        """Remove it with all that is in it; harmless when it is gone or another has its name.
+        """Remove the directory with its content; harmless when it is gone or was replaced.
 
         Raises:
             OSError: Something in it cannot be removed.
@@ -157,7 +157,7 @@ class RunDir:
 
 
 def stale_run_dirs(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return this user's run directories, in places of `environ`, whose owner no longer exists.
+    """Return this user's run directories, found by `environ`, whose owner no longer exists.
 
     An owner no longer exists if it belongs to an earlier boot of this host, or if its process
     number is free or belongs to a process that started at another time. An owner that cannot be
@@ -169,7 +169,7 @@ def stale_run_dirs(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def live_run_dirs(label: str, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return our run directories with this `label`, in places of `environ`, but stale ones."""
+    """Return our run directories with this `label`, found by `environ`, but stale ones."""
     return sorted(p for p in _paths(f"nvrx-{label}-", environ) if _is_stale(p) is False)
 
 
@@ -187,41 +187,41 @@ def remove_stale_run_dirs(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def _paths(prefix: str, environ: Mapping[str, str]) -> list[str]:
-    """Return what carries a name of ours in the places for run directories."""
+    """Return the paths of run directories whose names begin with `prefix`."""
     found = []
-    for place in trusted_places(environ):
+    for parent in trusted_parents(environ):
         try:
-            with os.scandir(place) as entries:
+            with os.scandir(parent) as entries:
                 found += [entry.path for entry in entries if entry.name.startswith(prefix)]
         except OSError as error:
-            logger.debug("cannot look for run directories in %s: %s", place, error)
+            logger.debug("cannot look for run directories in %s: %s", parent, error)
     return found
 
 
-def trusted_places(environ: Mapping[str, str], preferred: str = "") -> list[str]:
-    """Return the places for run directories, of `environ` and usual ones, that can be trusted.
+def trusted_parents(environ: Mapping[str, str], preferred: str = "") -> list[str]:
+    """Return the parents for run directories, of `environ` and usual ones, that can be trusted.
 
     `preferred` comes first, if it can.
     """
     own_uid = os.geteuid()
     named = [preferred, environ.get("XDG_RUNTIME_DIR"), environ.get("TMPDIR")]
     candidates = [*named, "/tmp", "/dev/shm"]  # noqa: S108
-    places: list[str] = []
+    parents: list[str] = []
     for candidate in candidates:
         if not candidate or not os.path.isabs(candidate):
             continue
-        place = os.path.realpath(candidate)
+        parent = os.path.realpath(candidate)
         try:
-            status = os.stat(place)
+            status = os.stat(parent)
         except OSError:
             continue
         # In a directory that others can write to, only the sticky bit keeps our name ours.
         sticky = bool(status.st_mode & stat.S_ISVTX)
         closed = not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         trusted = sticky or (closed and status.st_uid in (own_uid, 0))
-        if trusted and os.access(place, os.R_OK | os.W_OK | os.X_OK) and place not in places:
-            places.append(place)
-    return places
+        if trusted and os.access(parent, os.R_OK | os.W_OK | os.X_OK) and parent not in parents:
+            parents.append(parent)
+    return parents
 
 
 def _is_stale(path: str) -> bool | None:

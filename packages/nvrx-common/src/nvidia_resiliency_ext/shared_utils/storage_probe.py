@@ -34,7 +34,7 @@ invalid, missing, unreadable (and unwritable); exit code 1 when one of them is n
 def _storage_path_probe(
     paths: Iterable[object] | None = None, *, write: bool = False
 ) -> dict[str, list[object]]:
-    """Sort the paths that are not in order by what is wrong; `write` also tests writing.
+    """Sort the unusable paths by their problem; `write` also tests writing.
 
     Of a file the first bytes are read, of a directory one entry; of anything else only the kind is
     asked, as opening a FIFO would wait for its writer. `None` and `""` are skipped.

@@ -162,7 +162,7 @@ class StoreClient:
 
     @staticmethod
     def has_extended_api() -> bool:
-        """Say that it can append."""
+        """Return True: this client can append."""
         return True
 
     def clone(self) -> StoreClient:
@@ -259,7 +259,7 @@ class StoreClient:
             )
 
     def _ask(self, answer: Callable[[], _Answer], query: _Query, *parts: bytes) -> _Answer:
-        """Send a question and return what `answer` reads; end the connection if that fails."""
+        """Send a request and return the value that `answer` reads; end a failed connection."""
         try:
             self._send(query, *parts)
             return answer()
@@ -337,7 +337,7 @@ def _connect(host: str, port: int, deadline: Deadline, refused_limit_s: float) -
 
 
 def _nothing() -> None:
-    """Take the answer to what has none."""
+    """Read nothing: this request has no answer."""
 
 
 def _key(key: str) -> bytes:

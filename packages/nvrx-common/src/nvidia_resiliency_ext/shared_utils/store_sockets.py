@@ -47,7 +47,7 @@ given_up: list[ParkedAtExit] = []
 
 
 class NoAnswerError(DeadlineExceededError):
-    """What listens at a port does not answer as a store does."""
+    """The server at a port does not answer as a store does."""
 
 
 def open_client(
@@ -152,7 +152,7 @@ def reach(address: tuple[str, int], timeout_s: float) -> socket.socket:
 def serving_options(
     listener: socket.socket, torch_version: str, *, without_libuv: bool = False
 ) -> dict[str, Any]:
-    """Return what makes a TCPStore serve at a listening socket, which is the store's from here on.
+    """Return options for a TCPStore to serve at a listening socket, which it owns from here on.
 
     Before 2.8 torch's server on libuv takes no socket (seen with 2.4.0 to 2.7.1): it opens the port
     itself, at all addresses of this host. Its other server takes it.

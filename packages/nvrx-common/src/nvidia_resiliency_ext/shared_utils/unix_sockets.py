@@ -247,7 +247,7 @@ class Channel:
             _close_all(victim.fds)
 
     def flush(self) -> None:
-        """Send what waits, as far as the peer takes it."""
+        """Send waiting frames, as far as the peer takes them."""
         while self._waiting and not self.is_over:
             first = self._waiting[0]
             try:

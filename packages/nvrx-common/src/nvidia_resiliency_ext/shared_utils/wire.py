@@ -470,7 +470,7 @@ def receive_with_fds(
 
 
 def receive_once(sock: socket.socket, max_bytes: int, max_fds: int) -> tuple[bytes, list[int]]:
-    """Do what `receive_with_fds` does, with the socket's own timeout and errors."""
+    """Receive as `receive_with_fds`, with the socket's own timeout and errors."""
     data, ancillary, flags, _ = sock.recvmsg(
         max_bytes, socket.CMSG_LEN(max_fds * _FD.size), socket.MSG_CMSG_CLOEXEC
     )
@@ -540,6 +540,6 @@ def _receive_exactly(sock: socket.socket, size: int, arm: Callable[[], None]) ->
 
 
 def rights(fds: Sequence[int]) -> list[tuple[int, int, bytes]]:
-    """Return what `sendmsg` takes to send descriptors."""
+    """Return the ancillary data by which `sendmsg` sends descriptors."""
     packed = b"".join(_FD.pack(descriptor) for descriptor in fds)
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)] if fds else []

@@ -107,7 +107,7 @@ class FakeDriver:
         self._write()
 
     def environment(self) -> dict[str, str]:
-        """Return what a program needs in its environment to meet this driver."""
+        """Return the environment variables by which a program finds this driver."""
         return {
             "LD_LIBRARY_PATH": self.folder,
             "FAKE_NVML_CONTROL": self._control,
@@ -173,7 +173,7 @@ class FakeNvml:
     """
 
     class NVMLError(Exception):
-        """What the binding raises; `value` is the driver's number."""
+        """Error of the binding; `value` is the driver's number."""
 
         def __init__(self, value: int) -> None:
             super().__init__(f"NVML error {value}")

@@ -35,7 +35,7 @@ class RendezvousTimeout(Timeouts):
 
 @dataclass(frozen=True)
 class RendezvousSettings:
-    """What a job's rendezvous goes by; the same on all nodes.
+    """Settings of a job's rendezvous, the same on all nodes.
 
     Args:
         run_id: The job's name.
@@ -93,7 +93,7 @@ class FtRendezvousHandler(StoreRendezvousHandler):
 
     @property
     def settings(self) -> RendezvousSettings:
-        """What the rendezvous goes by."""
+        """Return the settings of this rendezvous."""
         return self._settings
 
     def num_nodes(self) -> int:
@@ -136,9 +136,9 @@ class FtRendezvousHandler(StoreRendezvousHandler):
             names = ", ".join(known.name for known in records.WorkerState)
             raise ValueError(f"worker state {state.name}: use one of {names}") from None
         me = NodeIdentity.parse(self._me.node)
-        placed = self._placed
+        current = self._assigned
         stands = self.get_worker_states().get(me, WorkerState.UNKNOWN)
-        if placed is None or records.WorkerState[stands.name] in FINAL:
+        if current is None or records.WorkerState[stands.name] in FINAL:
             return stands
         cause = None
         if wanted is not records.WorkerState.HEALTHY:
@@ -146,7 +146,7 @@ class FtRendezvousHandler(StoreRendezvousHandler):
 
         def send(session: NodeSession) -> None:
             if wanted is records.WorkerState.SUCCEEDED:
-                session.succeeded(placed.entry.round)
+                session.succeeded(current.entry.round)
             else:
                 session.send(Kind.STATE, state=wanted, cause=cause)
 

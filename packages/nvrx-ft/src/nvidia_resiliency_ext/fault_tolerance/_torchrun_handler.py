@@ -22,7 +22,7 @@ from nvidia_resiliency_ext.shared_utils import events
 from ._core.errors import RDZV_SHUTDOWN_REASON_FAILURE, RDZV_SHUTDOWN_REASON_GRACEFUL
 from ._core.machine import Cause
 from ._rendezvous.records import Kind
-from ._rendezvous.session import Opened, Over, Placed, SessionEvent
+from ._rendezvous.session import Opened, Over, RankAssigned, SessionEvent
 from ._torch.settings import NodeOptions
 from .c10d_monkey_patch import create_tcp_store
 from .ft_rendezvous_barrier import FtRendezvousBarrierHandler, RendezvousSettings, make_handler
@@ -67,8 +67,8 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
         torch calls this without a word when its agent has ended, well or not.
         """
         error = sys.exc_info()[1]
-        is_alone = not reason and error is not None and not isinstance(error, ChildFailedError)
-        if is_alone and not self.is_closed() and not self._has_left:
+        is_own_error = not reason and error is not None and not isinstance(error, ChildFailedError)
+        if is_own_error and not self.is_closed() and not self._has_left:
             what = f"{type(error).__name__}: {error}"[:1000]
             # Where no message can be sent the lease expires.
             with contextlib.suppress(RendezvousConnectionError):
@@ -90,7 +90,7 @@ class TorchrunHandler(FtRendezvousBarrierHandler):
                 self._restarts_because(event.entry.cause)
             elif isinstance(event, Over):
                 self._end_cycle(event.entry.reason)
-            elif isinstance(event, Placed) and event.entry.round != self._cycle:
+            elif isinstance(event, RankAssigned) and event.entry.round != self._cycle:
                 self._cycle = event.entry.round
                 start = events.CycleStart(nodes=event.entry.active, reason=self._reason)
                 self._log.record(start, cycle=self._cycle)

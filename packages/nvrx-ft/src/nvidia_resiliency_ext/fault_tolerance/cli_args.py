@@ -105,7 +105,7 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 
 
 class _Version(argparse.Action):
-    """Prints what the self-check finds about packages, and leaves."""
+    """Print the self-check's findings about packages, and exit."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:  # noqa: A002  # argparse names it so
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
@@ -288,7 +288,7 @@ def _unknown(word: str) -> str:
 def _fill(
     parsed: argparse.Namespace, given: Mapping[str, tuple[Any, str]], environ: Mapping[str, str]
 ) -> list[str]:
-    """Set `given` and every flag's attribute, by flag or `PET_` variable; return what is wrong."""
+    """Set `given` and all flags' attributes, by flag or `PET_` variable; return the problems."""
     problems: list[str] = []
     parsed.given = {}
     for flag in FLAGS:

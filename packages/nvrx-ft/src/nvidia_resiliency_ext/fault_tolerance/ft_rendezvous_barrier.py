@@ -90,7 +90,7 @@ class RendezvousParticipantInfo:
     replacement_group_id: str | None = None
 
     def pack(self) -> str:
-        """Return it as JSON."""
+        """Return the fields as JSON."""
         return json.dumps(self.__dict__)
 
     @classmethod
@@ -107,7 +107,7 @@ class RendezvousStoreValue:
     payload: Mapping[str, Any]
 
     def pack(self) -> str:
-        """Return it as JSON."""
+        """Return the fields as JSON."""
         return json.dumps({"round": self.round, "payload": dict(self.payload)})
 
     @classmethod

@@ -446,7 +446,7 @@ class RankMonitorClient(HotPath):
         return True
 
     def _on_restored(self) -> None:
-        """Tell a new monitor, in the link's thread, what the launcher's configuration lacks."""
+        """Send a new monitor this rank's own limits, in the link's thread."""
         from ._monitor.messages import SetTimeouts
 
         if self._own_limits:
@@ -469,7 +469,7 @@ class RankMonitorClient(HotPath):
             self._dump_fd = -1
 
     def _disown(self) -> None:
-        """In a forked child: refuse every call from now on, and let go of what is the parent's."""
+        """Refuse every further call in a forked child, and release the parent's connection."""
         self._stop()
         self._is_foreign = True
         self._lock = threading.Lock()  # another thread may have held the parent's at the fork
@@ -503,7 +503,7 @@ def _write_state(
 def _read_state(
     state: Mapping[str, Any],
 ) -> tuple[HeartbeatTimeouts | None, SectionTimeouts | None]:
-    """Return what `_write_state` wrote; TypeError: a part has fields that timeouts lack."""
+    """Restore the timeouts from the state of `_write_state`; TypeError: unknown fields."""
     heartbeat, section = state.get("heartbeat"), state.get("section")
     return (
         None if heartbeat is None else HeartbeatTimeouts(**heartbeat),

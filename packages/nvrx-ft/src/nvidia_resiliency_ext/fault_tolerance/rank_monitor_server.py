@@ -115,7 +115,7 @@ def configure_logging(level: int, lines: SimpleQueue[LogLine] | None) -> None:
 
 class _Settable(Protocol):
     def set(self) -> None:
-        """Say that it happened."""
+        """Set the event."""
 
 
 class RankMonitorLogger(logging.Logger):
@@ -154,7 +154,7 @@ class RankMonitorLogger(logging.Logger):
 
 
 class RankMonitorServer:
-    """A monitor for one rank, without a launcher; it judges and kills.
+    """A monitor for one rank, without a launcher; it evaluates and kills.
 
     It detects and kills hung ranks like the launcher's monitor, but does not clean up other
     processes of the job. It listens once it is made. SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 end it
@@ -264,24 +264,24 @@ class MonitorProcess:
 
     @property
     def exitcode(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
+        """Return the monitor's exit code, negative for a signal; None while it runs."""
         status = self._handle.child.poll()
         return None if status is None else status.returncode
 
     def is_alive(self) -> bool:
-        """Return whether it runs."""
+        """Return whether the monitor runs."""
         return self.exitcode is None
 
     def terminate(self) -> None:
-        """Ask it to end in order."""
+        """Ask the monitor to end in order."""
         self._handle.child.signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill it."""
+        """Kill the monitor."""
         self._handle.child.signal(signal.SIGKILL)
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until it ended, at most `timeout` seconds."""
+        """Wait until the monitor has ended, at most `timeout` seconds."""
         if self._handle.child.wait(timeout) is not None:
             self._handle.close()
             _PROCESSES.discard(self)

@@ -92,7 +92,7 @@ def excluded_units(
 def publish(directory: str, job_id: str, environ: Mapping[str, str]) -> dict[str, list[str]]:
     """Ask Slurm once, write the file of a job, and return the excluded units with their problems.
 
-    Without exclusions the file is removed. `directory`, that of `--ft-segment-health-check-dir`,
+    With no excluded task the file is removed. `directory`, that of `--ft-segment-health-check-dir`,
     must exist. `job_id` is the job, or the array; `environ` is the environment of Slurm's commands.
 
     Raises:
@@ -125,7 +125,7 @@ def _fields(line: str, count: int, command: str) -> list[str]:
 
 
 def _ask(command: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return what a command of Slurm prints."""
+    """Run a command of Slurm and return its output."""
     try:
         done = subprocess.run(
             command,
@@ -161,7 +161,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Write which tasks of a Slurm job array have nodes that Slurm calls down, "
         "drained or failing, for ft_launcher --ft-segment-health-check-dir; or whether a job has. "
-        "While Slurm does not answer the file stays what it is; without exclusions there is none.",
+        "While Slurm does not answer the file stays what it is; with no such task there is none.",
     )
     parser.add_argument("directory", help="the directory of that flag, which all nodes share")
     parser.add_argument(

@@ -40,7 +40,7 @@ def optional_number(name: str) -> int | None:
 
 @contextlib.contextmanager
 def exported_ranks_restored() -> Iterator[None]:
-    """Put back at the end what stands where `export_ranks` writes."""
+    """Restore RANK and WORLD_SIZE, which `export_ranks` changes, at the end of the block."""
     before = {name: os.environ.get(name) for name in _RANKS}
     try:
         yield
@@ -53,13 +53,13 @@ def exported_ranks_restored() -> Iterator[None]:
 
 
 def export_ranks(rank: int, world_size: int) -> None:
-    """Set what `torch.distributed` reads at its start."""
+    """Set RANK and WORLD_SIZE, which `torch.distributed` reads at its start."""
     os.environ["RANK"] = str(rank)
     os.environ["WORLD_SIZE"] = str(world_size)
 
 
 def wants_verbose_ranks() -> bool:
-    """Say whether sets of ranks are logged in full."""
+    """Return whether sets of ranks are logged in full."""
     return os.environ.get("NVRX_LOG_RANK_FORMAT_VERBOSE", "").strip().lower() in _TRUE
 
 
@@ -110,7 +110,7 @@ def check_path(name: str, value: Any) -> None:
 
 
 def is_in_use() -> bool:
-    """Say whether this process has begun to use CUDA."""
+    """Return whether this process has begun to use CUDA."""
     # CUDA can only have been begun by a torch that is imported.
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda.is_initialized())

@@ -339,7 +339,7 @@ def _host(
 
 
 def _attend(channel: socket.socket, starter_pid: int, stores: dict[int, Any]) -> None:
-    """Do what the starter orders, until it ends."""
+    """Carry out the starter's orders until the starter ends."""
     orders = threading.Thread(target=_take_orders, args=(channel, stores), daemon=True)
     with _threads_without(signal.SIGTERM):
         orders.start()

@@ -213,7 +213,7 @@ class AbortTorchDistributed(Abort):
         return state
 
     def _take_record(self, state: FrozenState) -> Callable[[], None] | None:
-        """Keep what torch's flight recorder knows now, in memory; return what writes it."""
+        """Copy torch's flight recorder to memory; return a function that writes the copy."""
         path = self.torch_fr_trace_path or os.environ.get("NVRX_FR_TRACE_PATH")
         if not path or self._has_no_recorder or not groups.all_groups():
             return None

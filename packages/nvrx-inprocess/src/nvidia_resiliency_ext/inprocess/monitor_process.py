@@ -177,7 +177,7 @@ class MonitorProcess:
             self._page.stamp(timestamp.auto, timestamp.manual)
 
     def record_interrupted(self, records: Iterable[InterruptionRecord]) -> None:
-        """Report with `records` what went wrong on this rank."""
+        """Report the interruptions of this rank that `records` hold."""
         for record in records:
             self._link.report(record.interruption)
 
@@ -189,7 +189,7 @@ class MonitorProcess:
         self._page.disable_timeouts()
 
     def enable_timeouts(self) -> None:
-        """Close it."""
+        """Close the block without timeouts."""
         self._page.enable_timeouts()
 
     def shutdown(self) -> None:

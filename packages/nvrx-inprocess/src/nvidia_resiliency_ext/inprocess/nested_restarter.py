@@ -102,7 +102,7 @@ class NestedRestarterCallback:
     special_rank: int = 0
 
     def __post_init__(self) -> None:
-        """Check what is given."""
+        """Check the arguments."""
         check_integer("special_rank", self.special_rank, least=0)
 
     def __call__(self, state: FrozenState) -> FrozenState:

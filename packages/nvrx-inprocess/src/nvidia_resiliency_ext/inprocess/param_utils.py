@@ -39,7 +39,7 @@ class _Unknown:
 
 
 def means_class(annotation: object, cls: type, scope: Mapping[str, object]) -> bool:
-    """Say whether an annotation is the class, or a union with it; `scope` has a text's names."""
+    """Return whether an annotation is the class, or a union with it; `scope` has a text's names."""
     return any(
         member.name == cls.__name__ if isinstance(member, _Unknown) else member is cls
         for member in _members(annotation, scope)
@@ -47,7 +47,7 @@ def means_class(annotation: object, cls: type, scope: Mapping[str, object]) -> b
 
 
 def is_open(annotation: object, scope: Mapping[str, object]) -> bool:
-    """Say whether an annotation is missing, `Any` or `Optional[Any]`."""
+    """Return whether an annotation is missing, `Any` or `Optional[Any]`."""
     if annotation is inspect.Parameter.empty:
         return True
     found = _members(annotation, scope)
@@ -68,7 +68,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def scope_of(function: Callable[..., Any]) -> dict[str, object]:
-    """Return what names mean in the annotations of a function."""
+    """Return the names that a function's annotations can use, with their objects."""
     inner = _plain_function(function)
     if inner is None:
         return {}

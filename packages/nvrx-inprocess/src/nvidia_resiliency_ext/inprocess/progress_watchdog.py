@@ -94,7 +94,7 @@ class ProgressWatchdog:
         self._paused.set()
 
     def spin_till_paused(self) -> None:
-        """Wait until it is paused."""
+        """Wait until the watchdog is paused."""
         self._paused.wait()
 
     def resume(self) -> None:

@@ -78,7 +78,7 @@ class WorldSizeDivisibleBy(ActiveWorldSizeDivisibleBy):
 
 
 def _apply(present: rank_assignment.RankFilter, state: State) -> State:
-    """Do what the present filter does, to a state."""
+    """Apply a filter of the present kind to a state."""
     ctx = present(rank_assignment.RankAssignmentCtx(state, None, set()))
     state.copy_from(ctx.state)
     return state

@@ -21,7 +21,7 @@ __all__ = ["FrozenState", "Mode", "State", "freeze_dataclass"]
 
 
 class Mode(enum.Enum):
-    """What a rank does in this iteration."""
+    """Role of a rank in this iteration."""
 
     INITIALIZED = enum.auto()
     ACTIVE = enum.auto()

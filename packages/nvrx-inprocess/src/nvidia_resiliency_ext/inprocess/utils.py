@@ -121,7 +121,7 @@ def log_exc(rank_or_state: int | State | FrozenState | None, exc: BaseException,
 
 @contextlib.contextmanager
 def log_exec(target: object) -> Iterator[None]:
-    """Log at DEBUG that `target`, a text or what is called, begins, and ends after how long."""
+    """Log at DEBUG the begin, end and duration of `target`, a text or a callable."""
     name = target if isinstance(target, str) else getattr(target, "__qualname__", repr(target))
     start = time.monotonic()
     how = "failed"

@@ -166,7 +166,7 @@ class FaultToleranceBase(Callback):  # type: ignore[misc] # Lightning is found a
         raise NotImplementedError
 
     def _finish(self, trainer: Any) -> None:
-        """Do what a run does last while it has a session."""
+        """Run the last step of a run, while its session is open."""
         raise NotImplementedError
 
     def _load_timeouts(self, trainer: Any) -> None:

@@ -14,7 +14,7 @@ __all__ = ["Callback", "framework", "module_available", "require"]
 
 
 def module_available(name: str) -> bool:
-    """Tell whether a module could be imported, without importing the module itself.
+    """Return whether a module could be imported, without importing the module itself.
 
     Args:
         name: Full name, for example `lightning.pytorch`. Its parent packages are imported.

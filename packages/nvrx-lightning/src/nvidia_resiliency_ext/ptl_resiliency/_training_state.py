@@ -30,24 +30,24 @@ class TrainingStateMachine:
         self._are_timeouts_updated = False
 
     def on_train_start(self) -> None:
-        """Training begins."""
+        """Record nothing: only completed iterations count."""
 
     def on_train_batch_end(self) -> None:
         """Count a training iteration."""
         self.iterations += 1
 
     def on_train_end(self) -> None:
-        """Training ended by itself."""
+        """Record that training ended by itself."""
         self._has_ended = True
 
     def on_validation_start(self) -> None:
-        """Validation begins."""
+        """Record nothing: validation is no progress of training."""
 
     def on_validation_batch_end(self) -> None:
-        """Validation goes on."""
+        """Record nothing; see `on_validation_start`."""
 
     def on_validation_end(self) -> None:
-        """Validation ended."""
+        """Record nothing; see `on_validation_start`."""
 
     def on_load_checkpoint(self) -> None:
         """Remember that the run continues an earlier one."""
@@ -70,7 +70,7 @@ class TrainingStateMachine:
         self._are_timeouts_updated = True
 
     def on_teardown(self) -> None:
-        """The run ended without an exception."""
+        """Record that the run ended without an exception."""
         self._has_ended = True
 
     def on_exception(self, exc: BaseException | None = None) -> None:
@@ -79,7 +79,7 @@ class TrainingStateMachine:
             self.has_failed = True
 
     def is_training_completed(self, trainer: Any = None) -> bool:
-        """Tell whether the job has nothing left to train.
+        """Return whether the job has nothing left to train.
 
         Args:
             trainer: Lightning's trainer, for `max_steps` and `max_epochs`; None leaves them out.

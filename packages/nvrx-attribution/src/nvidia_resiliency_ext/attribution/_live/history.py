@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attempts of all jobs that a service has seen, in memory and in a file; it judges none.
+"""Attempts of all jobs that a service has seen, in memory and in a file; it evaluates none.
 
 An attempt is one run of a job's workers: job, how often the scheduler requeued it, and cycle. A
 requeued job begins again with cycle 0 and the same name of its log, which may be continued.
@@ -85,12 +85,12 @@ class JobHistory:
             return max(attempts, default=0)
 
     def has(self, log_path: str, attempt_index: int) -> bool:
-        """Tell whether this attempt has ended."""
+        """Return whether this attempt has ended."""
         with self._lock:
             return (log_path, attempt_index) in self._attempts
 
     def is_taken(self, log_path: str, job: str, cycle_id: int | None, attempt_index: int) -> bool:
-        """Tell whether another log has been that of this attempt."""
+        """Return whether another log has been that of this attempt."""
         if cycle_id is None:
             return False
         with self._lock:

@@ -24,7 +24,7 @@ _MOST_KEPT = 3000
 
 
 class SubmissionJournal:
-    """Append each submission before it is answered; leave out what ended when the file is large.
+    """Append each submission before it is answered; drop ended ones when the file is large.
 
     A file that takes no more, as on a full disk, keeps no submission from its verdict.
 

@@ -56,7 +56,7 @@ class SessionTimes:
 
 
 def state_of(path: str) -> FileState | None:
-    """Return what changes when a file is written to or replaced; None: there is no file."""
+    """Return the state of a file, which differs when it is written or replaced; None: no file."""
     try:
         found = os.stat(path)
     except OSError:
@@ -135,7 +135,7 @@ class LogSession:
         self._is_closed = False
 
     def end(self, *, is_complete: bool) -> None:
-        """End the wait for the job: what its log still says is read.
+        """End the wait for the job: the rest of its log is read.
 
         Args:
             is_complete: Nothing more will be written.
@@ -185,7 +185,7 @@ class LogSession:
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._look)
 
     async def _analyze_dumps(self, path: str) -> None:
-        """Take in what the dumps say, unless that takes too long."""
+        """Analyze the dumps and add their findings, unless that takes too long."""
         deadline_s = time.monotonic() + self._trace_limit_s
         try:
             await asyncio.wait_for(self._trace_turn.acquire(), self._trace_limit_s)
@@ -227,7 +227,7 @@ class LogSession:
         return now - self._last_growth_s >= self._times.quiet_s or waited >= self._times.max_wait_s
 
     def _read(self) -> bool:
-        """Feed what is new, up to 8 MiB, and return whether there was anything."""
+        """Feed new bytes of the log, up to 8 MiB, and return whether there were any."""
         with self._lock:
             if self._is_closed or not self._open():
                 return False
@@ -265,7 +265,7 @@ class LogSession:
         return True
 
     def _repeats_earlier(self) -> bool:
-        """Tell whether the log was begun anew, and says again what the earlier attempt said."""
+        """Return whether the log was begun anew and repeats the text of the earlier attempt."""
         end, status = self._earlier_end, os.fstat(self._log.descriptor)
         is_all = status.st_size == self._log.offset == end.size > 0
         return is_all and status.st_mtime_ns != end.written_ns

@@ -55,7 +55,7 @@ _VOLATILE = re.compile(r"0x[0-9a-fA-F]+|/[^\s'\":,]+|\b[0-9a-f]{8,}\b|\d+|\b[\w-
 
 @dataclass(slots=True)
 class Diagnosis:
-    """What was found in a log.
+    """Faults, suspects and progress found in a log.
 
     Attributes:
         code: Reason code.
@@ -91,7 +91,7 @@ class Diagnosis:
 def diagnose(
     scan: ScanResult, registry: Registry, guess: Callable[[], Event | None] | None = None
 ) -> Diagnosis:
-    """Return what was found, from the events of the whole log.
+    """Return the diagnosis from the events of the whole log.
 
     Args:
         scan: The events.
@@ -196,13 +196,13 @@ def _first_fault(faults: list[Event]) -> Event | None:
 
 
 def _without_consequences(exits: list[Event], faults: list[Event]) -> list[Event]:
-    """Drop exits of ranks that had complained before: they left because of what they said."""
+    """Drop exits of ranks that reported a cascade before: the report explains the exit."""
     said: set[int] = set().union(*(e.ranks for e in faults if e.role == "cascade"))
     return [e for e in exits if not (said and e.code == "host.exit_nonzero" and e.ranks <= said)]
 
 
 def _with_scheduler(scheduler: list[Event], others: list[Event]) -> list[Event]:
-    """Prefer the scheduler's reason over what the ended job printed while it was ended."""
+    """Prefer the scheduler's reason over errors that the job printed while it was being ended."""
     if not scheduler or not others:
         return scheduler or others
     first = _earliest(scheduler)
@@ -238,7 +238,7 @@ def _rank_at_one_moment(event: Event) -> tuple[int, int]:
 
 
 def _confirmed(fault: Event, faults: list[Event]) -> Event:
-    """Return an event that confirms and replaces what was taken for the first fault."""
+    """Return an event that confirms and replaces the presumed first fault, else that fault."""
     best = fault
     for other in faults:
         if other is fault or fault.code not in other.rule.confirms:
@@ -342,7 +342,7 @@ def _rank_from_others(
 
 
 def _name_silent(found: Diagnosis, scan: ScanResult, world: int) -> None:
-    """Suspect who does not report the timeout of all others, or is behind them."""
+    """Suspect ranks that do not report the others' timeout, or are behind in their sequence."""
     events = [e for e in scan.events if e.code == "nccl.timeout"]
     reporters: set[int] = set().union(*(e.ranks for e in events))
     seqs = {rank: seq for e in events for rank, seq in e.seqs.items()}
@@ -409,7 +409,7 @@ def _in_year(time_s: float | None, year: int) -> float | None:
 
 
 def _place_local_ranks(scan: ScanResult) -> None:
-    """Turn (node, local rank) of events into ranks where what is known allows it."""
+    """Turn (node, local rank) of events into ranks where the node map has them."""
     ranks = _ranks_of_places(scan)
     for event in scan.events:
         for place in list(event.places):

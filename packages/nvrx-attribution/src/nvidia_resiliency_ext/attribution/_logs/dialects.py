@@ -287,7 +287,7 @@ def rank_in_digits(text: str | bytes | None) -> int | None:
 
 
 def is_launcher_line(text: str) -> bool:
-    """Tell whether the launcher or one of its monitors wrote a line."""
+    """Return whether the launcher or one of its monitors wrote a line."""
     return _LAUNCHER.search(text) is not None
 
 

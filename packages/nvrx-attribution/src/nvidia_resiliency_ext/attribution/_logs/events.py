@@ -148,7 +148,7 @@ class Event:
 
 @dataclass(slots=True)
 class ScanResult:
-    """What the pass has found so far.
+    """Events and counts of the pass so far.
 
     Attributes:
         events: In the order of their first line.
@@ -237,7 +237,7 @@ class LinePlace:
         return self.block.starts[self.index]
 
     def is_source(self, line: Line) -> bool:
-        """Tell whether the line is a line of code that a traceback quotes."""
+        """Return whether the line is a line of code that a traceback quotes."""
         if not line.indented:
             return False
         return any(_FRAME.search(text) for text in self.lines_before(_SOURCE_LINES))
@@ -253,7 +253,7 @@ class LinePlace:
 
 @dataclass(slots=True)
 class _Found:
-    """What a rule found in a line, before it goes into an event."""
+    """Match of a rule in a line, before it goes into an event."""
 
     code: str
     role: str
@@ -422,7 +422,7 @@ class EventTable:
         event.evidence = [*quotes, *event.evidence]
 
     def _is_same(self, text: str, line: Line) -> bool:
-        """Tell whether another line comes from the same rank, as far as prefixes say."""
+        """Return whether another line comes from the same rank, as far as prefixes say."""
         if line.rank is None and line.local_rank is None:
             return True
         other = self._reader.read(text.encode())

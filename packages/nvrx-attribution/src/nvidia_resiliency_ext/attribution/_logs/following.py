@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a log while it grows: truncated, rotated or not yet there; it judges nothing."""
+"""Read a log while it grows: truncated, rotated or not yet there; it evaluates nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOCAL = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs",
 
 
 class GrowingLog:
-    """Read what is appended to a log, also after it was truncated or replaced; never wait.
+    """Read the bytes appended to a log, also after it was truncated or replaced; never wait.
 
     Args:
         opener: Return a descriptor of the log; raise `FileNotFoundError` while there is none.
@@ -69,7 +69,7 @@ class GrowingLog:
         self._tail = os.pread(self.descriptor, offset - start, start)
 
     def read(self) -> bytes:
-        """Return what is new, at most 1 MiB; empty: there is nothing now.
+        """Return new bytes, at most 1 MiB; empty: there are none now.
 
         Raises:
             OSError: It cannot be read, or what `opener` raises.
@@ -94,7 +94,7 @@ class GrowingLog:
         return self._take()
 
     def start_over(self) -> None:
-        """Read the open log from its beginning: what stands there now is new."""
+        """Read the open log from its beginning: its content is new."""
         self.starts += 1
         self._needs_newline = self._is_partial
         self.move(0)
@@ -121,7 +121,7 @@ class GrowingLog:
         return before + data
 
     def _is_cut(self) -> bool:
-        """Tell whether what was read last does not stand there any more."""
+        """Return whether the bytes read last are no longer in the log."""
         if os.fstat(self.descriptor).st_size < self.offset:
             return True
         if b"\0" in self._tail:
@@ -140,7 +140,7 @@ class GrowingLog:
 
 
 class LogFollower:
-    """Yield what is appended to a log, from its beginning.
+    """Yield the bytes appended to a log, from its beginning.
 
     Args:
         path: The log; it may come later, its directory must exist.
@@ -205,7 +205,7 @@ class LogFollower:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        """Close the log."""
         self.close()
 
     def _open(self) -> int:
@@ -218,7 +218,7 @@ class LogFollower:
         return file
 
     def _is_reported(self) -> bool:
-        """Tell whether the directory is told of growth: not of a file moved away or linked to."""
+        """Return whether the directory is told of growth: not of a file moved away or linked to."""
         if not self._is_on_local:
             return False
         real = os.readlink(f"/proc/self/fd/{self._log.descriptor}")
@@ -240,7 +240,7 @@ class LogFollower:
 
 
 def _is_local(descriptor: int) -> bool:
-    """Tell whether only this machine writes to the file system of a descriptor."""
+    """Return whether only this machine writes to the file system of a descriptor."""
     device = os.fstat(descriptor).st_dev
     mounted = f"{os.major(device)}:{os.minor(device)}"
     with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:

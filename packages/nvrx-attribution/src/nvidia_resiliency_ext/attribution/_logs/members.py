@@ -162,7 +162,7 @@ def _numbers(text: str) -> Iterator[tuple[int, str, int]]:
 
 
 def _head(text: str, numbers: Iterable[tuple[int, str, int]]) -> dict[str, tuple[int, int]]:
-    """Return label -> (place, number) of what may name the writer of a line."""
+    """Return label -> (place, number) of labels at a line's head, which may name its writer."""
     end = _OBJECT if text.startswith("{") else _HEAD
     found: dict[str, tuple[int, int]] = {}
     for place, label, number in numbers:

@@ -74,7 +74,7 @@ class NodeMap:
         return known[0] - known[0] % size + local_rank
 
     def _even_size(self) -> int | None:
-        """Return how many ranks each node has, when what is known fits one number."""
+        """Return the number of ranks per node, if all known ranks fit one number."""
         known = {**self.seen, **self.given}
         by_node: dict[str, list[int]] = {}
         for rank, node in known.items():

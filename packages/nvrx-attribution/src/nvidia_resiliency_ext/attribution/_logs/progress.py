@@ -198,14 +198,14 @@ class Progress:
         return self.segment, step, checkpoint
 
     def has_gone_on(self, mark: tuple[int, int, int]) -> bool:
-        """Tell whether at least two steps, or a newer checkpoint, came after a mark."""
+        """Return whether at least two steps, or a newer checkpoint, came after a mark."""
         _, step, checkpoint = mark
         if self.last_checkpoint is not None and self.last_checkpoint > max(checkpoint, step):
             return True
         return self.has_stepped(mark)
 
     def has_stepped(self, mark: tuple[int, int, int]) -> bool:
-        """Tell whether at least two steps came after a mark."""
+        """Return whether at least two steps came after a mark."""
         segment, step, _ = mark
         if self.last_step is None:
             return False

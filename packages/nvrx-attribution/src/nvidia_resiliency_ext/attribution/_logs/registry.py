@@ -79,7 +79,7 @@ def letters(text: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """What a reason code means.
+    """Meaning of a reason code.
 
     Attributes:
         name: Such as `gpu.off_bus`.
@@ -108,7 +108,7 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class XidEntry:
-    """What a number of the GPU driver's messages means."""
+    """Meaning of an Xid number in the GPU driver's messages."""
 
     code: str
     name: str
@@ -181,11 +181,11 @@ class Rule:
         return found
 
     def has_pattern(self, text: str) -> bool:
-        """Tell whether `text`, a line without prefixes, has the pattern, taken back or not."""
+        """Return whether `text`, a line without prefixes, has the pattern, taken back or not."""
         return self._regex.search(text) is not None
 
     def matches(self, text: str) -> bool:
-        """Tell whether a line has an anchor and the pattern, and none of the exceptions."""
+        """Return whether a line has an anchor and the pattern, and none of the exceptions."""
         reduced = letters(text)
         has_anchor = any(letters(anchor) in reduced for anchor in self.anchors)
         return has_anchor and self.match(text) is not None
@@ -256,7 +256,7 @@ class Registry:
         return any(rule.has_pattern(text) for rule in self.rules_for(letters(text)))
 
     def check(self) -> list[str]:
-        """Run every rule's examples and the tests of its pattern; return what is wrong."""
+        """Run every rule's examples and the tests of its pattern; return the problems."""
         return [problem for rule in self.rules for problem in _problems(rule)]
 
 

@@ -57,7 +57,7 @@ _COMM = re.compile(r"\brank (\d{1,7}) n[Rr]anks (\d{1,7})(?: nNodes \d+ localRan
 
 @dataclass(slots=True)
 class _Template:
-    """What is known about the lines of one template.
+    """State of the lines of one template.
 
     Attributes:
         rules: Those with an anchor in it.

@@ -28,7 +28,7 @@ _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
 def features(text: str, *, is_quiet: bool) -> set[str]:
-    """Return what counts in a line: the stems of its words, and of pairs of them.
+    """Return the features of a line: the stems of its words, and of pairs of them.
 
     Args:
         text: Without its prefixes.

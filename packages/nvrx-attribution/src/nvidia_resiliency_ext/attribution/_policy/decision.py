@@ -22,7 +22,7 @@ _MANAGED_RULE = "workload_managed_recovery"
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """What a site may set.
+    """Limits of retries, which a site may set.
 
     Attributes:
         general_ceiling: Repeats of any one fault without progress before STOP.

@@ -17,7 +17,7 @@ _KILLED = frozenset({"unknown", "nccl.timeout", "net.store_lost"})
 
 
 def fuse(log: Diagnosis, report: dict[str, Any] | None, nodes: NodeMap) -> Diagnosis:
-    """Return the diagnosis with what the traces add.
+    """Return the diagnosis, completed by the report of the traces.
 
     Agreement raises the confidence; a log that has only timeouts leaves rank and cause to the
     traces; a cause in the log stays, and the traces' ranks become suspects beside it.

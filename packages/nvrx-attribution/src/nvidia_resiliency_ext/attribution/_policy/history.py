@@ -42,7 +42,7 @@ _LOCK_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What is kept of one attempt.
+    """Record of one attempt in the history.
 
     Attributes:
         job_id: The job; None: not said.
@@ -87,7 +87,7 @@ class Repeats:
 
 
 def attempt_of(verdict: Verdict | Mapping[str, Any]) -> Attempt:
-    """Return what is kept of a verdict, given as such or as its JSON object."""
+    """Return the attempt to keep in the history, from a verdict or its JSON object."""
     value = verdict if isinstance(verdict, Mapping) else verdict.to_dict()
     if "step" in value and "fingerprint" in value:
         return Attempt(**{key: value[key] for key in Attempt.__slots__ if key in value})

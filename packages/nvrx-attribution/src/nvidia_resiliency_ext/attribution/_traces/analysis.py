@@ -56,7 +56,7 @@ class _Suspect:
 
 @dataclass(slots=True)
 class TraceAnalysis:
-    """What the traces of a job say.
+    """Findings from the traces of a job.
 
     Attributes:
         world: The groups of all ranks.
@@ -165,7 +165,7 @@ def analyze_traces(
 
 @collector_paused()
 def analyze_dumps(loaded: LoadedTraces) -> TraceAnalysis:
-    """Say which ranks hold a job up, from dumps that were read; it reads nothing itself."""
+    """Find the ranks that hold a job up, from dumps that were read; read nothing more."""
     world = World(loaded.dumps)
     graph = WaitGraph(world)
     analysis = TraceAnalysis(world, graph, findings=list(loaded.findings))

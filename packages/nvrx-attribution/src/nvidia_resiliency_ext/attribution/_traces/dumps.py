@@ -102,7 +102,7 @@ class Op:
 
 @dataclass(slots=True)
 class Dump:
-    """What one rank's recorder held."""
+    """Content of one rank's recorder."""
 
     rank: int
     file: str

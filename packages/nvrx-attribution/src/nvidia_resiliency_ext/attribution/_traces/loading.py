@@ -163,8 +163,8 @@ def load_traces(
         raise NoTraceError(path, f"no dump of the flight recorder is there ({pattern})")
     loaded = LoadedTraces()
     jobs = _jobs(files, rank_regex, file_limit_bytes, loaded.findings)
-    room = _Room(path, total_limit_bytes)
-    for result in _read_by_workers(jobs, file_limit_bytes, allowed_root, room):
+    budget = _MemoryBudget(path, total_limit_bytes)
+    for result in _read_by_workers(jobs, file_limit_bytes, allowed_root, budget):
         if isinstance(result, Finding):
             loaded.findings.append(result)
             continue
@@ -208,17 +208,17 @@ def _jobs(
 
 
 def _read_by_workers(
-    jobs: list[tuple[str, int]], limit_bytes: int, allowed_root: str | None, room: _Room
+    jobs: list[tuple[str, int]], limit_bytes: int, allowed_root: str | None, budget: _MemoryBudget
 ) -> Iterable[Dump | Finding]:
     total_bytes = sum(os.path.getsize(file) for file, _ in jobs)
     enough = 1 + total_bytes // _BYTES_PER_WORKER
     count = min(_MOST_WORKERS, len(os.sched_getaffinity(0)), len(jobs), enough)
     deadline = Deadline.after(_LOAD_TIMEOUT_S)
     orders = {"limit_bytes": limit_bytes, "allowed_root": allowed_root, "cpu_s": _CPU_S_PER_FILE}
-    orders["total_bytes"] = room.limit_bytes
+    orders["total_bytes"] = budget.limit_bytes
     with contextlib.ExitStack() as stack:
         workers = [
-            stack.enter_context(_Worker(jobs[index::count], orders, room)) for index in range(count)
+            stack.enter_context(_Worker(jobs[at::count], orders, budget)) for at in range(count)
         ]
         # What one has read is taken over while the others read.
         while workers:
@@ -227,8 +227,8 @@ def _read_by_workers(
             workers = [worker for worker in workers if worker.has_work]
 
 
-class _Room:
-    """What all readers together may hand over.
+class _MemoryBudget:
+    """The bytes that all readers together may hand over.
 
     Args:
         path: The dumps.
@@ -241,7 +241,7 @@ class _Room:
         self.workers: list[_Worker] = []
 
     def check(self) -> None:
-        """Look at what all readers have written, read or not.
+        """Compare the bytes that all readers have written, read or not, with the limit.
 
         Raises:
             NoTraceError: It is too much.
@@ -260,19 +260,21 @@ class _Worker:
     Args:
         jobs: Files and ranks.
         orders: What holds for all workers.
-        room: What they may hand over.
+        budget: The bytes that they may hand over.
 
     Raises:
         NoTraceError: No process can be started.
     """
 
-    def __init__(self, jobs: list[tuple[str, int]], orders: dict[str, Any], room: _Room) -> None:
+    def __init__(
+        self, jobs: list[tuple[str, int]], orders: dict[str, Any], budget: _MemoryBudget
+    ) -> None:
         self._left = jobs
         self._orders = orders
-        self._room = room
+        self._budget = budget
         self._earlier_bytes = 0
         self._start()
-        room.workers.append(self)
+        budget.workers.append(self)
 
     def _start(self) -> None:
         self._is_ready = False
@@ -301,12 +303,12 @@ class _Worker:
 
     @property
     def has_work(self) -> bool:
-        """Whether it has files that are not answered for."""
+        """Whether files are left without a result."""
         return bool(self._left)
 
     @property
     def written_bytes(self) -> int:
-        """What its processes have written so far."""
+        """The bytes that this worker's processes have written so far."""
         return self._earlier_bytes + os.fstat(self._answers).st_size
 
     def answers(self, wait_s: float, deadline: Deadline) -> Iterator[Dump | Finding]:
@@ -350,7 +352,7 @@ class _Worker:
     def _new_lines(self) -> Iterator[bytes]:
         # The process shares the position of the file: it must not be moved.
         while True:
-            self._room.check()
+            self._budget.check()
             data = os.pread(self._answers, _READ_BYTES, self._offset)
             if not data:
                 return
@@ -374,7 +376,7 @@ class _Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        """Close the worker."""
         self.close()
 
 

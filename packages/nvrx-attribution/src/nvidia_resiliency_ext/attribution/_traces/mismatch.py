@@ -65,10 +65,10 @@ def find_mismatch(world: World) -> Mismatch | None:
                 if best is None or (created, seq) < best[:2]:
                     best = created, seq, group
                 break
-    return None if best is None else _judge(world, best[2], best[1])
+    return None if best is None else _evaluate(world, best[2], best[1])
 
 
-def _judge(world: World, group: GroupState, seq: int) -> Mismatch:
+def _evaluate(world: World, group: GroupState, seq: int) -> Mismatch:
     called = {
         rank: _signatures(by_seq[seq]) for rank, by_seq in group.by_seq.items() if seq in by_seq
     }
@@ -126,7 +126,7 @@ def _is_shifted(
 
 
 def _at(typical: dict[int, tuple[Signature, ...]], seq: int) -> tuple[Signature, ...] | None:
-    """Return what the others called there, or will call as they did in the step before."""
+    """Return the others' calls at `seq`, or those to expect there from the step before."""
     found = typical.get(seq)
     if found is not None or seq - 1 not in typical:
         return found

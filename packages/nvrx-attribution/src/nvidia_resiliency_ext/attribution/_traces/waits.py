@@ -223,7 +223,7 @@ class WaitGraph:
         self.skipped = self._skipped() if self.unexplained else {}
 
     def _add_idle(self) -> None:
-        """Accuse who has nothing pending though a peer has called what it has not called."""
+        """Name ranks with nothing pending although a peer called an operation that they lack."""
         world = self._world
         idle = [rank for rank in world.dumps if rank not in self.blocking]
         if not idle:
@@ -270,7 +270,7 @@ class WaitGraph:
         return found
 
     def _is_past(self, member: int, peer: int) -> bool:
-        """Tell whether what a rank has pending is what a peer called after its blocking one."""
+        """Return whether a rank's pending calls are those of a peer after its blocking call."""
         own, others = self._pending(member), self._pending(peer)[1:]
         length = min(len(own), len(others))
         return length >= _LEAST_COMMON and own[:length] == others[:length]
@@ -283,7 +283,7 @@ class WaitGraph:
         ]
 
     def _add_frozen(self, point: WaitPoint) -> None:
-        """Accuse who did not end what its peers ended, when others wait or nobody else is here."""
+        """Name ranks in an operation that peers ended, if waited for or if all others ended it."""
         waited_for = {
             member for other in self.points if not other.is_frozen for member in other.lagging
         }
@@ -293,7 +293,7 @@ class WaitGraph:
                 self.sinks[rank] = "device"
 
     def _add_reached(self, point: WaitPoint) -> None:
-        """Accuse who has not started what all have enqueued and others have started."""
+        """Name ranks that have not started an operation that all enqueued and others started."""
         if point.op.is_p2p:
             self.unresolved.append(point)
             return

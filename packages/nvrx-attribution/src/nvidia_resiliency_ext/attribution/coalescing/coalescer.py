@@ -84,7 +84,7 @@ class RequestCoalescer:
         return None
 
     def is_running(self, key: str) -> bool:
-        """Tell whether a key is computed now."""
+        """Return whether a key is computed now."""
         return key in self._inflight
 
     def track_submission(self, key: str) -> None:
@@ -186,7 +186,7 @@ class RequestCoalescer:
         return count
 
     async def close(self) -> None:
-        """End what is computed now."""
+        """Cancel the computations that run now."""
         tasks = [entry.task for entry in self._inflight.values()]
         for task in tasks:
             task.cancel()

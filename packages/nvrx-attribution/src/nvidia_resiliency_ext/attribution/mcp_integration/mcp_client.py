@@ -80,7 +80,7 @@ class NVRxMCPClient:
         return [tool.name for tool in found.tools]
 
     async def get_status(self) -> dict[str, Any]:
-        """Return what the tool `status` says."""
+        """Return the result of the tool `status`."""
         status: dict[str, Any] = await self.call_tool("status", {})
         return status
 
@@ -313,7 +313,7 @@ async def run_distributed_attribution(
 
 
 def is_mcp_connection_error(error: BaseException) -> bool:
-    """Tell whether an error means that the server ended or closed the connection.
+    """Return whether an error means that the server ended or closed the connection.
 
     Args:
         error: What a call raised; of a group, each member is looked at.

@@ -292,7 +292,7 @@ class AttributionModuleRegistry:
         return self.get_cached_result_by_id(self.result_id_for_args(name, args))
 
     def iter_results_cache_items(self) -> Iterator[tuple[str, str, Any]]:
-        """Yield (module, identifier, result) of what is kept, the oldest first."""
+        """Yield (module, identifier, result) of the kept results, the oldest first."""
         with self._lock:
             items = list(self._results.items())
         for result_id, kept in items:

@@ -437,7 +437,7 @@ class _ShortLines:
             os.dup2(empty.fileno(), 0)
 
     def readline(self) -> str:
-        """Return the next line; what is cut off cannot be a message and is answered as such."""
+        """Return the next line; one that is too long is cut, and answered as no message."""
         line = part = self._file.readline(_MESSAGE_BYTES)
         while part and not part.endswith(b"\n"):
             part = self._file.readline(_MESSAGE_BYTES)

@@ -87,7 +87,7 @@ class AttrSvcResult:
 
 
 def recommendation_should_stop(recommendation: Any) -> bool:
-    """Tell whether a recommendation, an object or a mapping, says STOP.
+    """Return whether a recommendation, an object or a mapping, says STOP.
 
     Args:
         recommendation: An object or a mapping with `action`.

@@ -131,7 +131,7 @@ class LogSageExecutionConfig:
     llm_max_tokens: int | None = None
 
     def llm_runtime_overrides(self) -> dict[str, Any]:
-        """Return what is set, as `model`, `base_url`, `temperature`, `top_p`, `max_tokens`."""
+        """Return the settings that are given, as `model`, `base_url`, `temperature` and so on."""
         return llm_runtime_overrides(
             model=self.llm_model,
             base_url=self.llm_base_url,

@@ -65,7 +65,7 @@ class SlurmParser:
 
     @staticmethod
     def parse(content: str) -> ParseResult:
-        """Return what the output says.
+        """Return the paths that the job's output names.
 
         Each start of the job prints one block of paths; the last one counts.
 

@@ -64,7 +64,7 @@ def normalize_recommendation_action(action: Any) -> str:
 
 @dataclass(frozen=True)
 class AttributionRecommendation:
-    """What to do with the job.
+    """Recommended action for the job.
 
     Attributes:
         action: STOP, RESTART, CONTINUE, UNKNOWN or TIMEOUT.
@@ -96,7 +96,7 @@ def _no_recommendation() -> dict[str, str]:
 
 @dataclass
 class LogAnalysisCycleResult:
-    """What was found in a log.
+    """Findings of one cycle in a log.
 
     Attributes:
         result: `restart_agent_response.v1` or, for the backend `mcp`, items; None: not yet.

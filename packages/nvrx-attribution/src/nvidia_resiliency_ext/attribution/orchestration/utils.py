@@ -142,7 +142,7 @@ def selected_log_analyzer_cycle_payload(
 
 
 def nvrx_run_result_to_log_dict(result: Any, path: str) -> dict[str, Any]:
-    """Return what a log analysis returned as the object of a reply.
+    """Convert the result of a log analysis to the object of a reply.
 
     Args:
         result: `(result, state)`, a list of items, or `LogSageAnalysisResult`.

@@ -20,7 +20,7 @@ _LONGEST = 1500
 
 
 def should_notify_slack(action: Any) -> bool:
-    """Tell whether a message is sent for an action: only for STOP.
+    """Return whether a message is sent for an action: only for STOP.
 
     Args:
         action: The action.

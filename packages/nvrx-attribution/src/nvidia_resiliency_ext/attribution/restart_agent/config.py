@@ -71,7 +71,7 @@ _MODEL = {
 
 @dataclass(frozen=True)
 class RestartAgentRequest:
-    """Which log is to be judged, and when.
+    """Which log is to be evaluated, and when.
 
     Attributes:
         log_path: Absolute path.
@@ -125,7 +125,7 @@ class RestartAgentRequest:
 
 @dataclass(frozen=True)
 class RestartAgentConfig:
-    """How the agent judges.
+    """How the agent evaluates logs.
 
     Attributes:
         config_id: Name of the configuration.

@@ -143,7 +143,7 @@ class RestartAgentRuntime:
         """Return the response `restart_agent_response.v1`; it waits for the models.
 
         Args:
-            request: What to judge.
+            request: The log to evaluate.
             on_deterministic_ready: Gets the response of the rules, before a model is asked.
             on_route_complete: Gets the name of each model's route and its `refinement`.
             retain_detailed_artifacts: Add `nvrx_attribution.v1` as key `attribution`. Default
@@ -181,7 +181,7 @@ class RestartAgentRuntime:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        """Close the agent."""
         self.close()
 
     def _verdict(self, request: RestartAgentRequest) -> engine.Verdict:

@@ -80,7 +80,7 @@ _stdout_lock = threading.Lock()
 
 @contextlib.contextmanager
 def capture_stdout(logger_name: str | None = None) -> Iterator[io.StringIO]:
-    """Collect what this thread prints; captures of several threads may overlap.
+    """Collect the prints of this thread; captures of several threads may overlap.
 
     Args:
         logger_name: Not used; callers of old pass one.

@@ -50,7 +50,7 @@ _EXPORTED = 1 << 14
 
 @dataclass(frozen=True)
 class FRAnalysisResult:
-    """What the analysis of a job's dumps found.
+    """Result of the analysis of a job's dumps.
 
     Attributes:
         analysis_text: Summary and table, for people and for callers that parse the table.
@@ -125,7 +125,7 @@ def extract_fr_dump_path(log_path: str, allowed_root: str | None = None) -> str 
 
 
 def fr_path_resolvable_for_collective_analyzer(path: str) -> bool:
-    """Tell whether a path is a directory, a file, or a prefix of files.
+    """Return whether a path is a directory, a file, or a prefix of files.
 
     Args:
         path: The path.

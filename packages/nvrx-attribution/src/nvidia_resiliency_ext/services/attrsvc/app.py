@@ -117,7 +117,7 @@ def create_app(settings: Settings) -> "FastAPI":
 
 
 class _Service:
-    """What the routes share: the adapter while the application runs, and the limits."""
+    """Shared state of the routes: the adapter while the application runs, and the limits."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

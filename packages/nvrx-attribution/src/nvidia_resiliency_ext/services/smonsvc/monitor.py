@@ -356,7 +356,7 @@ def _is_another_run(job: MonitoredJob, seen: SlurmJob) -> bool:
 
 
 def _was_requeued(job: MonitoredJob, record: JobRecord | None) -> bool:
-    """Tell whether a job that left the queue waits for another run."""
+    """Return whether a job that left the queue waits for another run."""
     if record is None or record.state.is_terminal:
         return False
     return 0 <= job.attempt_index < record.restarts

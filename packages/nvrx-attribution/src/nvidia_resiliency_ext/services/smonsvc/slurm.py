@@ -43,7 +43,7 @@ class SlurmError(NvrxError):
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What Slurm knows of one job.
+    """Slurm's record of one job.
 
     Attributes:
         state: Its state.
@@ -62,7 +62,7 @@ class JobRecord:
     restarts: int = -1
 
     def evidence(self) -> tuple[str, ...]:
-        """Return what this says about the end of the job, as lines of a log."""
+        """Return Slurm's statement about the end of the job, as lines of a log."""
         line = f"State={self.state.value} ExitCode={self.exit_code} NodeList={self.nodes}"
         said = (plain(line[:1000]),)
         if self.failed_node:  # first: the first line of a kind is the one that is taken

@@ -67,7 +67,7 @@ class StatusServer:
         self._thread.start()
 
     def close(self) -> None:
-        """End it."""
+        """End the server and its thread."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

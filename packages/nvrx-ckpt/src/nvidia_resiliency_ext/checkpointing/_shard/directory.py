@@ -37,7 +37,7 @@ def shard_file_name(iteration: int | str, owner: int | str, extra_suffix: str = 
 
 @dataclass(frozen=True, order=True)
 class ShardName:
-    """What a file name says about a shard."""
+    """Iteration and rank of a shard, as its file name gives them."""
 
     iteration: int
     owner: int
@@ -145,7 +145,7 @@ class RankDirectory:
         return source
 
     def create(self, iteration: int, owner: int) -> ShardInProgress:
-        """Begin a shard; what a dead writer has left of it is removed.
+        """Begin a shard; remove the unfinished file of a dead writer.
 
         Raises:
             CheckpointWriteError: It cannot be created, or a living process writes it.
@@ -209,7 +209,7 @@ class RankDirectory:
                 os.rename(str(name), str(aside), src_dir_fd=directory, dst_dir_fd=directory)
 
     def remove_leftovers(self) -> list[str]:
-        """Remove files in progress whose writers are gone; return what failed saves noted there."""
+        """Remove files in progress whose writers are gone; return notes of failed saves in them."""
         notes: list[str] = []
         with self.open() as directory:
             if directory is None:
@@ -312,18 +312,18 @@ class ShardInProgress:
         self._close()
 
     def _end_here(self) -> None:
-        """Cut off what a longer shard has left behind the last byte that was written."""
+        """Cut off the rest of a longer shard behind the last written byte."""
         os.ftruncate(self._descriptor, self.written_bytes)
 
     def source(self) -> FileSource:
-        """Open what was written for reading."""
+        """Open the written file for reading."""
         self._end_here()
         source = FileSource(self._dirty, self._directory)
         source.name = self.path
         return source
 
     def discard(self, note: str = "") -> None:
-        """Give the file up; with a note, what is left says why until the leftovers are removed."""
+        """Give the file up; a note stays in the file until the leftovers are removed."""
         if self._descriptor < 0:
             return
         with contextlib.suppress(OSError):

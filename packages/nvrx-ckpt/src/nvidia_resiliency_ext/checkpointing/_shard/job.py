@@ -19,7 +19,7 @@ from nvidia_resiliency_ext.checkpointing._shard.write import ShardContent, write
 
 @dataclass(frozen=True)
 class SaveJob:
-    """What is to be saved, without the bytes of the tensors; it can be pickled.
+    """Description of a save without the bytes of the tensors; can be pickled.
 
     Attributes:
         root: Directory of all sessions.
@@ -65,7 +65,7 @@ def run_save_job(job: SaveJob, storages: Sequence[Any]) -> str:
         shard.discard(note=str(problem))
         return str(problem)
     except BaseException as error:
-        # Not ours to judge, but nothing half-written may keep its lock or its space.
+        # Not ours to evaluate, but nothing half-written may keep its lock or its space.
         shard.discard(note=repr(error))
         raise
     return ""

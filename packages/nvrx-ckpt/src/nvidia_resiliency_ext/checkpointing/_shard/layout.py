@@ -114,7 +114,7 @@ class Footer:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a shard says about itself.
+    """A shard's description of itself.
 
     Attributes:
         identity: Which part of which checkpoint it is.
@@ -127,7 +127,7 @@ class Manifest:
     records: tuple[Record, ...] = field(default_factory=tuple)
 
     def encode(self) -> bytes:
-        """Return it as JSON; equal manifests give equal bytes."""
+        """Return the manifest as JSON; equal manifests give equal bytes."""
         records = [
             [record.name, record.offset, record.nbytes, f"{record.crc32:08x}", record.tensor]
             for record in self.records

@@ -41,7 +41,7 @@ class PeerError(NvrxError, OSError):
         self._reason = str(reason)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle it with both fields, but without the secret of the job.
+        """Pickle the error with both fields, but without the secret of the job.
 
         The base class would lose the peer, and not come back.
         """

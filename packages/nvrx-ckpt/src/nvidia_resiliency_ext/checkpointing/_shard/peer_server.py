@@ -205,7 +205,7 @@ class PeerServer:
     def _receive_shard(
         self, connection: socket.socket, shard: ShardInProgress, name: ShardName
     ) -> str:
-        """Write what arrives; return what is wrong with it."""
+        """Receive and write a shard; return its problem, or an empty text."""
         intake = _Intake(connection, shard)
         pieces = intake.run()
         if intake.received != shard.written_bytes:
@@ -272,7 +272,7 @@ class _Intake:
         self._crcs: dict[int, int] = {}
 
     def run(self) -> dict[int, tuple[int, int]]:
-        """Receive all; return length and checksum of what lies together, by where it begins.
+        """Receive all pieces; return length and checksum of each contiguous part, by its offset.
 
         Raises:
             OSError: The connection ended, or a piece could not be written.

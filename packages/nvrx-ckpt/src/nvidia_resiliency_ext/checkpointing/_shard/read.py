@@ -99,7 +99,7 @@ class FileSource:
 
 
 def read_manifest(source: ShardSource) -> Manifest:
-    """Return what a shard says about itself, after checking that it is as long as it should be.
+    """Return the manifest of a shard, after checking the shard's length.
 
     This reads the end of the shard only, whatever its size.
 
@@ -179,7 +179,7 @@ def _read_pieces(
 def damage_of(
     source: ShardSource, manifest: Manifest, on_progress: Callable[[int], None] = lambda _: None
 ) -> Iterator[str]:
-    """Yield what is wrong with a shard, record by record; every byte of it is looked at.
+    """Yield the problems of a shard, record by record; every byte is checked.
 
     Args:
         source: The shard.

@@ -30,7 +30,7 @@ Sink = Callable[[int, memoryview], None]
 
 @dataclass(frozen=True)
 class ShardContent:
-    """What one shard will hold, without the bytes of the tensors.
+    """Content of one shard, without the bytes of the tensors.
 
     Attributes:
         identity: Which part of which checkpoint it is.
@@ -125,7 +125,7 @@ class _Feed:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """Keep what is raised, for `write_content`, and let everybody stop."""
+        """Keep an error raised in the block, for `write_content`, and stop all writing threads."""
         try:
             yield
         # Also KeyboardInterrupt: it is raised when the other threads have ended.
@@ -145,7 +145,7 @@ class _Feed:
                 file(position, data)
 
     def finish(self, file: Sink) -> None:
-        """Write what lies between the records, now that all pieces are written."""
+        """Write the bytes between the records, now that all pieces are written."""
         with self.failing():
             if self.error is not None:
                 return

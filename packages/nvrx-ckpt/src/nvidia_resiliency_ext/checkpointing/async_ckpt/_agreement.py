@@ -55,7 +55,7 @@ class ControlGroup:
         return [int(value) for value in tensor.tolist()]
 
     def all_true(self, value: bool) -> bool:
-        """Tell whether a value is true on all ranks; all of them must call it."""
+        """Return whether a value is true on all ranks; all of them must call it."""
         return bool(self.minimum([int(value)])[0])
 
     def gather_numbers(self, values: Sequence[int]) -> list[list[int]]:
@@ -82,7 +82,7 @@ class ControlGroup:
         return [data.decode(errors="replace") for data in found]
 
     def gather_problems(self, text: str) -> str:
-        """Return one line with what is wrong on each rank; all of them must call it."""
+        """Return one line with the problem of each rank; all ranks must call this."""
         texts = enumerate(self.gather_texts(text))
         return "; ".join(f"rank {rank}: {problem}" for rank, problem in texts if problem)
 

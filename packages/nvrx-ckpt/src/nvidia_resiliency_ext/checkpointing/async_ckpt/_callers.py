@@ -51,7 +51,7 @@ class CallState(enum.Enum):
 
 
 def publication_of(request: AsyncRequest) -> Publication | None:
-    """Return what follows a save when all ranks have written; None where only the caller knows."""
+    """Return the publication that follows a save on all ranks; None where only the caller knows."""
     if isinstance(request.async_fn, StagedWrite):
         return request.async_fn.publication
     args: Any = request.async_fn_args  # of any type: it is the caller's
@@ -96,7 +96,7 @@ class Call:
     thread: AbandonableCall[Any] | None = None
 
     def fail(self, cause: str) -> None:
-        """Mark it as failed."""
+        """Mark the call as failed."""
         self.state, self.cause = CallState.FAILED, cause
 
     @property
@@ -107,7 +107,7 @@ class Call:
 
     @property
     def publication(self) -> Publication | None:
-        """What follows when all ranks have written; None where only the caller knows."""
+        """The publication when all ranks have written; None where only the caller knows."""
         return publication_of(self.request)
 
 
@@ -160,7 +160,7 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
         self._current: Call | None = None
 
     def _set_limits(self, max_pending: int, retries: int, retry_delay: float) -> None:
-        """Set what the arguments of the same names say; before the first call."""
+        """Set the limits of pending saves and of retries; before the first call."""
         self._pool = StagingPool(max_pending)
         self._retries, self._retry_delay = retries, retry_delay
 
@@ -175,7 +175,7 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
         return self._control.rank
 
     def start(self) -> None:
-        """Start the worker process if it does not run."""
+        """Start the worker process unless one runs."""
         if self._worker is None:
             self._generation += 1
             self._worker = Worker(self.cpu_priority, self.io_priority)
@@ -410,7 +410,7 @@ class AsyncCaller(ABC):  # noqa: B024 - users derive from it; it is complete as 
                 return
 
     def _next_limit(self) -> float | None:
-        """Give up what has taken too long; return the seconds until that has to be asked again."""
+        """Give up calls that have taken too long; return the seconds until the next check."""
         now = time.monotonic()
         limits = []
         for call in [*self._calls.values(), *self._threads]:

@@ -236,7 +236,7 @@ def default_serialize(item: WriteItem, data: Any) -> tuple[Any, list[str]]:
 def _frame_and_copies(
     buffer: StagingBuffer, position: int, piece: _Piece
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Write all of a piece but data that is a view of its tensor; return what is left to copy."""
+    """Write a piece but for data that is a view of its tensor; return the copies left to make."""
     if piece.frame is None:
         buffer.view[position : position + piece.length] = memoryview(piece.data).cast("B")
         return []

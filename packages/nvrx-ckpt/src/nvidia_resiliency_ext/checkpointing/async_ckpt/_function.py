@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def load_code(data: bytes) -> Any:
-    """Return what the trainer pickled with `dump_code`; modules are found as there."""
+    """Unpickle the object that the trainer gave to `dump_code`; modules are found as there."""
     return pickle.loads(_prepare(data))  # noqa: S301 - our own parent's, through a memfd
 
 

@@ -53,7 +53,7 @@ class FunctionPayload:
         self.code = stream.getvalue() if self.takes_bytes else _packed(stream.getvalue())
 
     def add(self, tensor: torch.Tensor) -> tuple[object, ...]:
-        """Note a tensor and return what its place is pickled as."""
+        """Record a tensor and return its reference in the pickle: position, type and layout."""
         start = self.nbytes
         self._tensors.append((start, tensor))
         self.nbytes = round_up(start + tensor.nbytes, _ALIGNMENT)
@@ -90,7 +90,7 @@ def dump_code(value: Any) -> bytes:
 
 
 def _packed(code: bytes) -> bytes:
-    """Return pickled code with what the worker needs to import the same modules."""
+    """Return pickled code with the data by which the worker imports the same modules."""
     preparation = multiprocessing.spawn.get_preparation_data("nvrx-ckpt-worker")
     # The key may be pickled only while multiprocessing itself starts a process.
     preparation.pop("authkey", None)

@@ -83,11 +83,11 @@ class Worker:
         return None if status is None else status.returncode
 
     def is_alive(self) -> bool:
-        """Return whether it runs."""
+        """Return whether the worker runs."""
         return self._child.poll() is None
 
     def submit(self, run: Run, staging: StagingBuffer, plan: bytes, code: bytes = b"") -> None:
-        """Give it a job; jobs are carried out in order.
+        """Give the worker a job; jobs are carried out in order.
 
         Raises:
             WorkerLostError: It has ended.
@@ -103,11 +103,11 @@ class Worker:
                 raise WorkerLostError(self.describe_end()) from error
 
     def cancel(self, job: Job) -> None:
-        """Ask it to give a job up; its result then says so."""
+        """Ask the worker to give a job up; the job's result then says so."""
         self._send(Cancel(job))
 
     def release(self, job: Job) -> None:
-        """Tell it that a job is finalised, or not needed: others may save there."""
+        """Tell the worker that a job is finalised, or not needed: others may save there."""
         self._send(Released(job))
 
     def progress(self, job: Job) -> int:
@@ -116,7 +116,7 @@ class Worker:
         return 0 if memory is None else memory.progress
 
     def wait(self, timeout_s: float | None) -> list[tuple[Finished | Released, Any]]:
-        """Return what it says of its jobs, waiting for the first word or for the worker's end.
+        """Return the worker's messages on its jobs; wait for the first one or for the worker's end.
 
         With `Finished` comes the result, or the traceback of the failure; with `Released` None.
 
@@ -141,14 +141,14 @@ class Worker:
                     raise WorkerLostError(self.describe_end())
 
     def describe_end(self) -> str:
-        """Return how it ended, in words."""
+        """Return in words how the worker ended."""
         status = self._child.wait(1.0)
         if status is None:
             return f"the worker process {self.pid} does not answer, and has not ended"
         return f"the worker process {self.pid} is gone: {status.describe()}"
 
     def stop(self, grace_s: float) -> None:
-        """End it: SIGTERM, after `grace_s` seconds SIGKILL; from any thread, harmless twice."""
+        """End the worker: SIGTERM, after `grace_s` seconds SIGKILL; any thread, harmless twice."""
         if self._child.poll() is None and self._child.stop(grace_s, first=signal.SIGTERM) is None:
             self._given_up = True
             with contextlib.suppress(OSError):

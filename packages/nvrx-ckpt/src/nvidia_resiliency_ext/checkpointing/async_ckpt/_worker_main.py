@@ -55,7 +55,7 @@ _FLUSH_RETRIES = 8
 
 
 def main(socket_fd: int) -> None:
-    """Serve the trainer at the other end of a socket until it is gone."""
+    """Serve the trainer at the other end of a socket until the trainer is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _stop)
     server = _Server(socket.socket(fileno=socket_fd))
@@ -320,7 +320,7 @@ class _Server:
 
 
 class _ProgressCounter:
-    """Adds up what several threads have written."""
+    """Add up the bytes that several threads have written."""
 
     def __init__(self, memory: JobMemory) -> None:
         self._memory = memory

@@ -121,7 +121,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
 
 
 class _CountingPlanner:
-    """Stands before a planner while a plan is read, and counts what it has got."""
+    """Forward to a planner while a plan is read, and count the bytes it receives."""
 
     def __init__(self, planner: LoadPlanner, lengths: dict[int, int], bar: ProgressBar) -> None:
         self._planner = planner

@@ -467,7 +467,7 @@ class _ResultsExchange:
     def keep(
         self, digest: int, results: list[Any] | None, numbers: Sequence[Sequence[int]]
     ) -> None:
-        """Keep what has travelled."""
+        """Keep the digest of the sent results, and the received results by rank."""
         self._sent = digest
         if results is not None:
             rows = zip(numbers, results, strict=True)

@@ -136,7 +136,7 @@ class _Probe(pickle.Pickler):
     """Pickles all but the data of tensors."""
 
     def persistent_id(self, obj: Any) -> Any:
-        """Return what stands for a tensor; None for all else."""
+        """Return an empty id for a tensor or storage, whose data is left out; None for all else."""
         return "" if isinstance(obj, (torch.Tensor, torch.UntypedStorage)) else None
 
 

@@ -95,7 +95,7 @@ class _Reading:
         self._failed: dict[int, Exception] = {}
 
     def run(self) -> None:
-        """Read all records; raise what the last source said when none is left."""
+        """Read all records; raise the last source's error when no source is left."""
         threads_per_source = -(-_LEAST_THREADS // len(self._sources))
         reading = []
         with contextlib.suppress(RuntimeError):  # the system gives no thread: this one reads

@@ -94,7 +94,7 @@ def split_state(state: Any) -> SplitState:
 
 
 def runs_no_code(state_class: str) -> bool:
-    """Tell whether states of this class load with a closed list of names."""
+    """Return whether states of this class load with a closed list of names."""
     return state_class == _OWN_CLASS
 
 
@@ -104,7 +104,7 @@ def join_state(
     """Put a state together again.
 
     Args:
-        skeleton: What `split_state` returned, from a place that the caller has judged.
+        skeleton: What `split_state` returned, from a place that the caller has checked.
         storages: The bytes of the storages, as uint8 tensors; the state will use their memory.
         any_name: Whether the skeleton may name anything that can be imported. Such a skeleton can
             run any code.
@@ -127,7 +127,7 @@ class _Pickler(pickle.Pickler):
         self._kept: list[Any] = []
 
     def persistent_id(self, obj: Any) -> Any:
-        """Return what stands for a storage in the skeleton; None for all else."""
+        """Return the reference to a storage in the skeleton; None for all else."""
         typed: Any = obj
         if isinstance(obj, torch.storage.TypedStorage):
             # torch's own serialisation asks a storage for the same.
@@ -177,7 +177,7 @@ class _Unpickler(pickle.Unpickler):
         self._typed: dict[tuple[str, int], Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a name in the skeleton stands for."""
+        """Return the object of a name in the skeleton, if it may be loaded."""
         found = self._allowed.get(f"{module}.{name}")
         if found is not None:
             return found
@@ -206,7 +206,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _allowed_names() -> dict[str, Any]:
-    """Return what `torch.load(weights_only=True)` allows, and our own classes."""
+    """Return the names that `torch.load(weights_only=True)` allows, and our own classes."""
     # torch keeps the list in a private module; its users can only add to it.
     from torch import _weights_only_unpickler as torch_list
 

@@ -45,7 +45,7 @@ class TensorAwareStateDict(ABC):
     @property
     @abstractmethod
     def is_hollow(self) -> bool:
-        """Tell whether the tensors have been taken out."""
+        """Return whether the tensors have been taken out."""
 
     @abstractmethod
     def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:

@@ -121,7 +121,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
 
     @property
     def is_hollow(self) -> bool:
-        """Tell whether the tensors have been taken out."""
+        """Return whether the tensors have been taken out."""
         return self._hollow
 
     def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:

@@ -194,7 +194,7 @@ class NodeFile:
         self.fd = -1
 
     def _look(self) -> int:
-        """Return what is at the descriptor: a program may have closed it and reused its number."""
+        """Return whose file the descriptor is: a program may have closed and reused the number."""
         if self.fd < 0:
             return _FOREIGN
         try:
@@ -207,7 +207,7 @@ class NodeFile:
         return _OURS if found.st_nlink else _REMOVED
 
     def write(self, line: bytes) -> str:
-        """Write one line, ending what a short write left before; return why that failed."""
+        """Write one line, after ending a torn one; return the reason of a failure, or ''."""
         data = b"\n" + line if self._is_line_torn else line
         try:
             written = os.write(self.fd, data)
@@ -480,7 +480,7 @@ class EventLog:
             logging.getLogger("nvrx").warning("%s", message)
 
     def _is_usable(self, *, is_new: bool = False) -> bool:
-        """Say whether the file can be written; open it again where that is due."""
+        """Return whether the file can be written; open it again where that is due."""
         why = self._file.open(is_new=is_new)
         if why:
             self._dropped_why = why

@@ -55,7 +55,7 @@ _JOIN_WAIT_S = 1.0
 def register_fault(
     fault_name_or_enum: str | Fault, handler: Callable[[float, Any], object]
 ) -> Fault:
-    """Set what a fault does, or add one.
+    """Set the handler of a fault, or add a fault.
 
     A new name gets the largest number so far plus one: ranks that exchange numbers must register
     the same names in the same order.
@@ -106,7 +106,7 @@ class DispatchedFault:
 
     @property
     def cancelled(self) -> bool:
-        """Whether it was refused or cancelled in time."""
+        """Whether the fault was refused or cancelled in time."""
         return self._cancelled
 
     def cancel(self) -> bool:

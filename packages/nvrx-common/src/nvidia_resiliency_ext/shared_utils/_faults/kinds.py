@@ -104,7 +104,7 @@ class Action:
         """Learn that the time has come and that the callback runs next."""
 
     def withdraw(self) -> bool:
-        """Give it up before its time; return whether it surely does not happen."""
+        """Give the fault up before its time; return whether it surely does not happen."""
         self._undo()
         return True
 

@@ -57,7 +57,7 @@ class _Parent:
         return os.getppid() == self._pid
 
     def listen(self, until: float) -> bytes | None:
-        """Return its next word, `b""` when it is gone, `None` when the time is up first."""
+        """Return the helper's next word, `b""` when it is gone, `None` after the timeout."""
         while self.alive():
             left = until - time.monotonic()
             if left <= 0:

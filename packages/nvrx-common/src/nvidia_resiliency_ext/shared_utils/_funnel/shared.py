@@ -62,7 +62,7 @@ class Access:
         return any(self.token.admits(value) for value in shown)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return what a call to a server of the same job must carry."""
+        """Return the gRPC metadata, the job's token, of a call to another server of the job."""
         return () if self.token is None else (("authorization", self.token.header()),)
 
     def server_credentials(self) -> Any | None:

@@ -28,7 +28,7 @@ _logged: dict[str, object] = {}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found, before it is named and timed.
+    """Finding of a check, without its name and duration.
 
     Attributes:
         status: ``skipped`` where there was nothing to look at; that is not a failure.
@@ -45,7 +45,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class HealthResult:
-    """What one health check found; false only when it is unhealthy.
+    """Result of one health check; false only when it is unhealthy.
 
     Attributes:
         name: The check, as the command line names it.
@@ -83,7 +83,7 @@ def _plain(text: str) -> str:
 
 
 class Check:
-    """A health check: `check` tells what was found, calling it tells whether all is well.
+    """A health check: `check` returns the result, a call returns whether all is well.
 
     `on_failure` is a coroutine function that is called after a failed asynchronous check.
 
@@ -104,7 +104,7 @@ class Check:
         self.on_failure = on_failure
 
     def check(self) -> HealthResult:
-        """Look once and say what was found; never raises."""
+        """Run the check once and return the result; never raises."""
         start = time.monotonic()
         try:
             finding = self._examine()
@@ -162,7 +162,7 @@ def nvml_timeout_s() -> float:
 
 
 def nvml_in_helper() -> bool:
-    """Say whether driver calls run in a process of their own, which can be killed."""
+    """Return whether driver calls run in a process of their own, which can be killed."""
     return os.environ.get("NVRX_NVML_SUBPROCESS", "").strip().lower() in _TRUE
 
 
@@ -215,7 +215,7 @@ def run_checks(checks: Sequence[Check], deadline_s: float) -> list[HealthResult]
 
 
 def _in_thread(check: Check, start: float) -> HealthResult:
-    """Run a check; what would end the thread, as `sys.exit`, is a result."""
+    """Run a check; an error that would end the thread, as `sys.exit`, becomes a result."""
     try:
         return check.check()
     except BaseException as error:

@@ -200,7 +200,7 @@ def device_label(device: int | str) -> str:
 
 
 class PynvmlMixin:
-    """What a check, or code beside one, may want to know of the node's GPUs."""
+    """Look up the node's GPUs, for health checks."""
 
     def check_pynvml_availability(self) -> bool:
         """Return whether there is a driver to ask, and it answers."""

@@ -146,7 +146,7 @@ class GPUHealthCheck(DeviceCheck):
 
     @property
     def enabled(self) -> bool:
-        """Whether there is a driver that can tell what this check asks; asked once."""
+        """Whether the driver can answer this check's questions; asked once."""
         if self._enabled is None:
             try:
                 self._enabled = self._why_disabled() is None
@@ -220,7 +220,7 @@ class GPUHealthCheck(DeviceCheck):
 
 
 def _read(device: int | str, known: dict[str, int]) -> dict[str, Any]:
-    """Return the evidence on one GPU; what could not be told is left out."""
+    """Return the evidence on one GPU, without values that could not be read."""
     found: dict[str, Any] = {"gpu": device_label(device)}
     try:
         bus_id = normal_bus_id(ask("bus_id", device))

@@ -34,7 +34,7 @@ def _per_lane(device: int | str, port: int) -> Counters | None:
 
 
 def _fields(device: int | str, wanted: dict[str, list[int]]) -> Counters | None:
-    """Return what could be read: nothing when unsupported, `None` when it failed for now."""
+    """Return the readable counters: none when unsupported, `None` when reading failed for now."""
     try:
         values = ask("fields", device, list(wanted.values()))
     except NvmlCallError as error:

@@ -54,7 +54,7 @@ def _listed(folder: str) -> list[str]:
 
 
 class PciMixin:
-    """What a check, or code beside one, may want to know of the node's PCI devices."""
+    """Look up the node's PCI devices, for health checks."""
 
     _sysfs_root = "/sys"
 
@@ -143,7 +143,7 @@ def expand(template: str, nic: str) -> dict[str, str]:
 
 
 def _found(head: str, wanted: str, tail: str) -> list[str]:
-    """Return what is there between `head` and the next part of a path, by a pattern."""
+    """Return the texts between `head` and `tail` that match `wanted`, in a folder's names."""
     before, after = re.escape(os.path.basename(head)), re.escape(tail.partition("/")[0])
     name = re.compile(f"{before}({wanted}){after.replace(_PORT, '[0-9]+')}")
     matches = map(name.fullmatch, _listed(os.path.dirname(head) or "."))

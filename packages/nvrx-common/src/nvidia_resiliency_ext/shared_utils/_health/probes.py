@@ -35,7 +35,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def abandoned_probes() -> int:
-    """Reap what has ended at last; return how many children still hang after SIGKILL."""
+    """Reap abandoned children that have ended; return how many still hang after SIGKILL."""
     with _lock:
         _abandoned[:] = [probe for probe in _abandoned if not probe.has_ended()]
         return len(_abandoned)
@@ -61,7 +61,7 @@ class Probe:
         return time.monotonic() - self._start
 
     def has_ended(self) -> bool:
-        """Say whether it has ended, and if so give back what belongs to it."""
+        """Return whether the child has ended; if so, release its resources."""
         if self._child.poll() is None:
             return False
         self._child.close()
@@ -85,7 +85,7 @@ class Probe:
         return output
 
     def kill(self) -> None:
-        """Kill it; abandon it when that does not end it at once."""
+        """Kill the probe; abandon the child if it does not end at once."""
         if self.has_ended():
             return
         self._child.signal_group(signal.SIGKILL)

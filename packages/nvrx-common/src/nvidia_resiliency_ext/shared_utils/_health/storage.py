@@ -79,7 +79,7 @@ def parse_object(data: bytes | str) -> dict[str, Any] | None:
 def evaluate_mount(
     answer: Mapping[str, Any], min_free: float = 0.0, min_free_inodes: float = 0.0
 ) -> str | None:
-    """Return what is wrong with a mount after its probe; limits are parts of the whole."""
+    """Return the problem of a mount from its probe's answer, if any; limits are fractions."""
     if "error" in answer:
         return f"cannot be listed: {answer['error']}"
     limits = (("blocks", min_free, "space is"), ("files", min_free_inodes, "inodes are"))
@@ -93,7 +93,7 @@ def evaluate_mount(
 
 
 def evaluate_paths(answer: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with paths after `storage_probe` ended, if anything."""
+    """Return the problems of paths from the answer of `storage_probe`, if any."""
     problems = [
         f"{kind}: {', '.join(map(str, answer[kind]))}"
         for kind in ("invalid", "missing", "unreadable", "unwritable")

@@ -122,7 +122,7 @@ _ALL_TIMES = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is aggregated into what; see `NodeLogAggregator` for the settings."""
+    """Directory, output and settings of an aggregation; see `NodeLogAggregator`."""
 
     temp_dir: str
     log_dir: str
@@ -133,7 +133,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step did."""
+    """Result of a step."""
 
     taken: int
     again_s: float | None = None  # when the next one is due at the latest; 0 for at once
@@ -169,7 +169,7 @@ class Aggregation:
             self._stack = stack.pop_all()
 
     def step(self, names: Iterable[str] | None, *, is_final: bool = False) -> Step:
-        """Merge what is there now; only `names` have changed in the directory, if given.
+        """Merge the present lines; if `names` are given, only those files have changed.
 
         `is_final` takes what is there at the first such step, and nothing that comes later.
         """
@@ -193,7 +193,7 @@ class Aggregation:
         return step
 
     def is_moved(self) -> bool:
-        """Say whether the directory's path leads to another directory, or nowhere."""
+        """Return whether the directory's path leads to another directory, or nowhere."""
         ours = os.fstat(self.directory)
         try:
             named = os.stat(self._job.temp_dir, follow_symlinks=False)
@@ -294,7 +294,7 @@ class Aggregation:
                 self._sources.remove(source)
 
     def _recover(self) -> None:
-        """Find out what of the last batch is in the output, and append what is not."""
+        """Append the part of the last batch that is missing in the output after a crash."""
         position = self._position.last
         if position is None:
             self._sources.look()
@@ -455,7 +455,7 @@ class NodeLogAggregator:
 
 
 def _drain(aggregation: Aggregation) -> None:
-    """Merge what is there; give up where it cannot be merged now."""
+    """Merge all lines in the directory; stop where they cannot be merged now."""
     step = aggregation.step(None, is_final=True)
     while step.taken or step.again_s == 0.0:
         step = aggregation.step((), is_final=True)

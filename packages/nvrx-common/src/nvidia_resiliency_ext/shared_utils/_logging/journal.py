@@ -29,7 +29,7 @@ class FilePosition(NamedTuple):
     head_crc: int
 
     def is_of(self, descriptor: int) -> bool:
-        """Say whether an open file of this inode is the file that was meant."""
+        """Return whether an open file of this inode is the file that was meant."""
         if os.fstat(descriptor).st_size < self.done:
             return False
         return crc32(os.pread(descriptor, self.head_bytes, 0)) == self.head_crc
@@ -64,7 +64,7 @@ class Position(NamedTuple):
         return next((each.done for each in known), 0)
 
     def is_fresh(self, monotonic_s: float) -> bool:
-        """Say whether the aggregator that wrote this is alive, or may be back any moment."""
+        """Return whether the aggregator that wrote this is alive, or may be back any moment."""
         return 0.0 <= monotonic_s - self.monotonic_s < FRESH_S
 
 
@@ -216,7 +216,7 @@ _COMPLAINT_END = b" log records dropped\n"
 
 
 def remove_old(names: Sequence[str], max_backup_files: int, directory: int) -> int:
-    """Delete all but the newest files of one writer; what is not read yet may stay as well."""
+    """Delete all but the newest files of one writer; unread files may stay as well."""
     position = read_position(directory)
     if position is not None:
         from nvidia_resiliency_ext.shared_utils.procfs import boot_id

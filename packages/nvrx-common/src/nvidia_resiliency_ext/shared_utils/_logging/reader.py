@@ -132,7 +132,7 @@ _FIRST_OF_MANY = 0xC0
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What was read of one file."""
+    """Bytes read of one file."""
 
     data: bytes  # at most ``CHUNK_BYTES``
     end: int  # offset of the end of the data in the file
@@ -161,7 +161,7 @@ def take(reads: Sequence[Read], *, now_ms: int | None) -> list[int]:
 
 
 def _whole(read: Read) -> int:
-    """Return the length of the whole records at the begin of what was read."""
+    """Return the length of the whole records at the beginning of a read."""
     data = read.data
     lines = data.rfind(b"\n") + 1
     if read.has_more:
@@ -196,7 +196,7 @@ _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Source:
-    """One file: how far it is read, and what was seen of it last."""
+    """One file: the position of reading, and its size at the last look."""
 
     def __init__(self, name: str, inode: int) -> None:
         self.inode = inode
@@ -215,7 +215,7 @@ class Source:
         self.time = int(match["time"]) if match else 0
 
     def position(self) -> FilePosition:
-        """Return what is to be known of it after a crash."""
+        """Return the file's position, from which reading goes on after a crash."""
         return FilePosition(self.inode, self.offset, self.after, *self.head)
 
 
@@ -287,12 +287,12 @@ class Sources:
         return Read(data, read_to, has_more, is_settled, self.is_over(source))
 
     def reread(self, source: Source) -> bytes:
-        """Read again what a batch had of a file."""
+        """Read again the part of a file that the last batch holds."""
         with self._opened(source) as fd:
             return os.pread(fd, source.after - source.offset, source.offset)
 
     def is_over(self, source: Source) -> bool:
-        """Say whether its writer has gone on to another file."""
+        """Return whether the file's writer has gone on to another file."""
         return source.time < self._newest.get(source.stem, 0)
 
     def remove(self, source: Source) -> None:

@@ -61,7 +61,7 @@ def succeeded(event: TimedEvent) -> bool:
 
 
 def key_of(event: TimedEvent) -> str:
-    """Return what names the checkpoint of an event."""
+    """Return the id, else the iteration, of the checkpoint of an event."""
     return event.shown("id") or event.shown("iteration")
 
 
@@ -274,7 +274,7 @@ def rank_lanes(history: JobHistory, attributed: Attributed) -> tuple[Lane, ...]:
 def _rank_spans(
     history: JobHistory, cycle: Cycle, own: Sequence[TimedEvent], lost: Sequence[Span]
 ) -> list[Span]:
-    """Return what one rank did in one cycle."""
+    """Return the attributed spans of one rank in one cycle."""
     first = {event.kind: event for event in reversed(own)}
     start = first["worker_start"].at if "worker_start" in first else cycle.start
     exited = first.get("worker_exit")

@@ -83,7 +83,7 @@ class Bundle:
         self.add("environment.txt", "".join(variables))
 
     def add_path(self, path: str, label: str) -> None:
-        """Add a file, or what a directory has of records, configurations and logs."""
+        """Add a file, or the records, configurations and logs of a directory."""
         if not os.path.isdir(path):
             self._add_file(path, f"{label}/{os.path.basename(path)}", is_asked_for=True)
             return

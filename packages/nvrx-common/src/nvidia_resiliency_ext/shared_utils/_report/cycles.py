@@ -80,14 +80,14 @@ def gather(files: Sequence[EventFile]) -> list[TimedEvent]:
     Times in a file follow its monotonic clock where the header allows it, so that a step of the
     wall clock makes no time appear or vanish. A clock that was found to be off is put right.
     """
-    seen: list[TimedEvent] = []
+    events: list[TimedEvent] = []
     for launch, own in enumerate(_launches(files)):
         for file in own:
             offset, off_s = _offset(file), _off_s(file)
             for event in file.events:
                 at = event.t if offset is None or event.m is None else event.m + offset
-                seen.append(TimedEvent(at - off_s, file.host, launch, event))
-    return sorted(seen, key=_at)
+                events.append(TimedEvent(at - off_s, file.host, launch, event))
+    return sorted(events, key=_at)
 
 
 def _launches(files: Sequence[EventFile]) -> list[list[EventFile]]:
@@ -169,18 +169,18 @@ class JobHistory:
         return own[bisect_right(own, begin, key=_at) : bisect_right(own, end, key=_at)]
 
 
-def build_history(seen: Sequence[TimedEvent]) -> JobHistory:
+def build_history(timed_events: Sequence[TimedEvent]) -> JobHistory:
     """Sort events into cycles and find out when steps were done."""
-    start, end = seen[0].at, seen[-1].at
-    cycles = _cycles(seen, end) or [
-        Cycle(0, 0, start, end, "", "", None, _hosts(seen), is_ended=False)
+    start, end = timed_events[0].at, timed_events[-1].at
+    cycles = _cycles(timed_events, end) or [
+        Cycle(0, 0, start, end, "", "", None, _hosts(timed_events), is_ended=False)
     ]
     by_key = {(cycle.launch, cycle.number): cycle for cycle in cycles}
     starts = [cycle.start for cycle in cycles]
     events: dict[Cycle, list[TimedEvent]] = {cycle: [] for cycle in cycles}
     kinds: dict[str, list[TimedEvent]] = defaultdict(list)
     faults: dict[Cycle, list[FaultNote]] = {cycle: [] for cycle in cycles}
-    for event in seen:
+    for event in timed_events:
         number = event.record.cycle
         cycle = None if number is None else by_key.get((event.launch, number))
         if cycle is None:
@@ -206,15 +206,15 @@ def build_history(seen: Sequence[TimedEvent]) -> JobHistory:
     )
 
 
-def _hosts(seen: Sequence[TimedEvent]) -> tuple[str, ...]:
-    return tuple(sorted({event.host for event in seen}))
+def _hosts(timed_events: Sequence[TimedEvent]) -> tuple[str, ...]:
+    return tuple(sorted({event.host for event in timed_events}))
 
 
-def _cycles(seen: Sequence[TimedEvent], end: float) -> list[Cycle]:
-    """Join what the nodes say about each cycle: it lasts from its first start to its last end."""
+def _cycles(timed_events: Sequence[TimedEvent], end: float) -> list[Cycle]:
+    """Build each cycle from the records of all nodes, from the first start to the last end."""
     begun: dict[tuple[int, int], list[TimedEvent]] = defaultdict(list)
     ended: dict[tuple[int, int], list[TimedEvent]] = defaultdict(list)
-    for event in seen:
+    for event in timed_events:
         if event.kind in {"cycle_start", "cycle_end"} and event.record.cycle is not None:
             kept = begun if event.kind == "cycle_start" else ended
             kept[event.launch, event.record.cycle].append(event)
@@ -269,7 +269,7 @@ def _fault(event: TimedEvent, cycle: Cycle) -> FaultNote:
 
 
 def inprocess_restarts(events: Sequence[TimedEvent]) -> list[list[TimedEvent]]:
-    """Return what was recorded of each in-process restart; every rank may report it."""
+    """Group the events of each in-process restart; every rank may report it."""
     groups: dict[tuple[int | None, int, int], list[TimedEvent]] = defaultdict(list)
     counts: Counter[tuple[int | None, int, int | None]] = Counter()
     for event in events:

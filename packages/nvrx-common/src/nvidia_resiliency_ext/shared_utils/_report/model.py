@@ -43,17 +43,17 @@ _MOST_JOBS = 20
 
 def build_timeline(files: Sequence[EventFile]) -> Timeline:
     """Reconstruct a job from its nodes' event `files`: cycles, faults, where its time went."""
-    seen = gather(files)
+    events = gather(files)
     job_ids = _job_ids(files)
     hosts = tuple(sorted({file.host for file in files if not file.problem}))
-    if not seen:
+    if not events:
         return Timeline(
             job_id=", ".join(job_ids),
             hosts=hosts,
             bad_lines=sum(file.bad_lines for file in files),
             notes=("Nothing has been recorded yet.", *_unread(files)),
         )
-    history = build_history(seen)
+    history = build_history(events)
     attributed, lost_s = attribute_spans(history)
     spans = itertools.chain.from_iterable(attributed.values())
     flat = flatten(spans, history.start, history.end)
@@ -62,8 +62,8 @@ def build_timeline(files: Sequence[EventFile]) -> Timeline:
         seconds[span.name] += span.seconds
     wall_s = history.end - history.start
     is_known = bool(history.windows) and wall_s > 0
-    ends = [event for event in seen if event.kind == "job_end"]
-    is_ended, endings = _endings(seen, ends)
+    ends = [event for event in events if event.kind == "job_end"]
+    is_ended, endings = _endings(events, ends)
     sizes = [cycle.world_size for cycle in history.cycles if cycle.world_size]
     lanes = rank_lanes(history, attributed)
     return Timeline(
@@ -85,8 +85,8 @@ def build_timeline(files: Sequence[EventFile]) -> Timeline:
         nodes=node_lanes(history, attributed, hosts),
         lanes=lanes,
         checkpoints=_checkpoints(history),
-        workers=_workers(seen),
-        remarks=tuple(_remarks(seen)),
+        workers=_workers(events),
+        remarks=tuple(_remarks(events)),
         steps=_sum(history.of_kind("progress"), "steps"),
         dropped=_sum(history.of_kind("dropped"), "count"),
         bad_lines=sum(file.bad_lines for file in files),
@@ -106,13 +106,13 @@ def _end_of(path: str) -> str:
 
 
 def _job_note(job_id: str, files: Sequence[EventFile]) -> str:
-    """Tell one of several jobs: when it was, how it ended, and in which files it stands."""
-    own = [file for file in files if file.header.get("job_id") == job_id]
-    seen = gather(own)
-    when = f"{clock_time(seen[0].at)} to {clock_time(seen[-1].at)}" if seen else "nothing recorded"
-    ends = [event.text("result") for event in seen if event.kind == "job_end"]
+    """Return a note on one of several jobs: its time, its result and its files."""
+    part = [file for file in files if file.header.get("job_id") == job_id]
+    own = gather(part)
+    when = f"{clock_time(own[0].at)} to {clock_time(own[-1].at)}" if own else "nothing recorded"
+    ends = [event.text("result") for event in own if event.kind == "job_end"]
     how = ends[-1] if ends else "no end recorded"
-    names = ", ".join(sorted(_end_of(file.path) for file in own))
+    names = ", ".join(sorted(_end_of(file.path) for file in part))
     return f"job {plain(job_id)}, {when}, {plain(how)}: {names}"
 
 
@@ -209,8 +209,8 @@ def _sum(events: Sequence[TimedEvent], name: str) -> int:
     return sum(max(0, event.integer(name) or 0) for event in events)
 
 
-def _workers(seen: Sequence[TimedEvent]) -> Workers:
-    starts = [event for event in seen if event.kind == "worker_start"]
+def _workers(events: Sequence[TimedEvent]) -> Workers:
+    starts = [event for event in events if event.kind == "worker_start"]
     cold = [event for event in starts if event.record.fields.get("warm") is False]
     reasons = Counter(event.text("cold_reason") or "not given" for event in cold)
     return Workers(
@@ -221,7 +221,7 @@ def _workers(seen: Sequence[TimedEvent]) -> Workers:
     )
 
 
-def _remarks(seen: Sequence[TimedEvent]) -> list[Remark]:
+def _remarks(events: Sequence[TimedEvent]) -> list[Remark]:
     """Return the events that a reader wants to see one by one."""
     shown = {
         "straggler": ("ranks", "reason"),
@@ -229,25 +229,25 @@ def _remarks(seen: Sequence[TimedEvent]) -> list[Remark]:
         "dropped": ("count", "why"),
     }
     found = []
-    for event in seen:
+    for event in events:
         names = shown.get(event.kind, ())
         if event.kind == "health" and event.text("result") == "fail":
             names = ("check", "evidence")
         if event.kind.startswith("ckpt_") and not succeeded(event):
             names = ("id", "iteration", "result", "error")
-        told = {name.replace("_", " "): event.shown(name) for name in names}
-        parts = [f"{name} {text}" for name, text in told.items() if text]
+        fields = {name.replace("_", " "): event.shown(name) for name in names}
+        parts = [f"{name} {text}" for name, text in fields.items() if text]
         if parts:
             found.append(Remark(event.at, event.host, event.kind, ", ".join(parts)))
     return found
 
 
-def _endings(seen: Sequence[TimedEvent], ends: Sequence[TimedEvent]) -> tuple[bool, list[str]]:
+def _endings(events: Sequence[TimedEvent], ends: Sequence[TimedEvent]) -> tuple[bool, list[str]]:
     """Return whether the record has an end, with notes on whose end is not in it."""
-    last = {(event.host, event.launch): event.at for event in seen}
+    last = {(event.host, event.launch): event.at for event in events}
     missing = last.keys() - {(event.host, event.launch) for event in ends}
-    losses = [event for event in seen if event.kind == "fault" and event.text("cause") in _LOSSES]
-    losses += [event for event in ends if event.record.fields.get("is_over")]
+    losses = [each for each in events if each.kind == "fault" and each.text("cause") in _LOSSES]
+    losses += [each for each in ends if each.record.fields.get("is_over")]
     # Lost by the record of another launch, and silent since: who writes again was not lost.
     lost = {
         launch

@@ -95,8 +95,8 @@ def _restarts(timeline: Timeline) -> list[str]:
     counts = [f"{count} {layer}" for layer, count in timeline.restarts_by_layer.items()]
     lines = [", ".join(counts)] if timeline.restarts else []
     faults = timeline.faults
-    told = (f"{clock_time(each.at)} {restart_line(each, faults)}" for each in timeline.restarts)
-    return lines + _first(told)
+    rows = (f"{clock_time(each.at)} {restart_line(each, faults)}" for each in timeline.restarts)
+    return lines + _first(rows)
 
 
 def _also(timeline: Timeline) -> list[str]:
@@ -116,12 +116,12 @@ def _also(timeline: Timeline) -> list[str]:
         )
     if timeline.steps:
         lines.append(f"steps: {timeline.steps}")
-    told = (f"{clock_time(remark.at)} {_remark_line(remark)}" for remark in timeline.remarks)
-    return lines + _first(told)
+    rows = (f"{clock_time(remark.at)} {_remark_line(remark)}" for remark in timeline.remarks)
+    return lines + _first(rows)
 
 
-def _first(told: Iterable[str]) -> list[str]:
-    lines = list(told)
+def _first(rows: Iterable[str]) -> list[str]:
+    lines = list(rows)
     more = len(lines) - _MOST_ROWS
     return [*lines[:_MOST_ROWS], f"... and {more} more"] if more > 0 else lines
 
@@ -145,7 +145,7 @@ def _wrap(line: str, width: int) -> list[str]:
 
 
 def draw(timeline: Timeline, width: int, height: int, now: float) -> str:
-    """Return what draws the present state over the one before."""
+    """Return the terminal output that draws the report over the previous one."""
     ago = duration(max(0.0, now - timeline.end))
     state = "ended" if timeline.is_ended else "running"
     head = f"{clock_time(now)}  {state}, last event {ago} ago  (Ctrl-C ends this view)"
@@ -182,7 +182,7 @@ def _entries(timeline: Timeline) -> Iterator[tuple[object, float, str]]:
 def follow(
     paths: Sequence[str],
     read: Callable[[], Timeline],
-    seen: Callable[[Timeline], object] | None,
+    on_change: Callable[[Timeline], object] | None,
     width: int,
 ) -> int:
     """Show a job until it ends, Ctrl-C, or nobody is there to see it; return the exit code."""
@@ -200,10 +200,10 @@ def follow(
             if is_first and timeline is None:
                 write_err(f"nvrx-report: no record at {', '.join(paths)} yet: waiting for it\n")
             if timeline is not None:
-                if timeline is not before and seen is not None:
-                    seen(timeline)
+                if timeline is not before and on_change is not None:
+                    on_change(timeline)
                 is_read = _show(before, timeline, width, is_terminal=is_terminal)
-                if not is_read and seen is None:
+                if not is_read and on_change is None:
                     return 0
             spent_s = time.monotonic() - began
             if timeline is None or not timeline.is_ended:
@@ -218,7 +218,7 @@ def follow(
 
 
 def _state(paths: Sequence[str]) -> tuple[tuple[str, int, int], ...]:
-    """Return what tells that a record has grown."""
+    """Return names, sizes and times of the record's files, which differ when it has grown."""
     found = []
     for path in paths:
         names = [path]
@@ -246,12 +246,12 @@ def _next(
 
 
 def _show(before: Timeline | None, timeline: Timeline, width: int, *, is_terminal: bool) -> bool:
-    """Show what is new, and tell whether somebody reads it."""
+    """Print new lines, or redraw the terminal; return whether anybody reads the output."""
     if is_terminal:
         lines = get_terminal_size((100, 40)).lines
         return write_out(draw(timeline, width or terminal_width(), lines, time.time()))
-    news = new_lines(before, timeline) if timeline is not before else ()
-    return write_out("".join(f"{line}\n" for line in news))
+    added = new_lines(before, timeline) if timeline is not before else ()
+    return write_out("".join(f"{line}\n" for line in added))
 
 
 def terminal_width() -> int:

@@ -55,7 +55,7 @@ def merge(spans: Iterable[Span], gap_s: float) -> list[Span]:
 
 
 def coarsen(spans: Sequence[Span], start: float, end: float, count: int) -> list[Span]:
-    """Return at most ``count`` spans: in each equal part of the range, what took most of it."""
+    """Return at most ``count`` spans: for each equal part of the range its longest activity."""
     if len(spans) <= count:
         return list(spans)
     width = (end - start) / count
@@ -109,7 +109,7 @@ class Cycle:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """What one restart cost. ``down_s`` is from the fault's onset to the next productive second."""
+    """Cost of one restart. ``down_s`` is from the fault's onset to the next productive second."""
 
     at: float
     layer: str
@@ -134,7 +134,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """What was saved and loaded; one checkpoint of many ranks counts once."""
+    """Numbers of saved and loaded checkpoints; one checkpoint of many ranks counts once."""
 
     saved: int = 0
     failed: int = 0
@@ -165,7 +165,7 @@ class Remark:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What happened to a job and where its time went. Times are seconds since the epoch."""
+    """History of a job and accounting of its time. Times are seconds since the epoch."""
 
     job_id: str = ""
     is_of_many_jobs: bool = False
@@ -263,7 +263,7 @@ def goodput_text(timeline: Timeline) -> str:
 
 
 def ending(timeline: Timeline) -> str:
-    """Say how the job ended."""
+    """Return the end of a job in words."""
     if not timeline.is_ended:
         return "no end recorded"
     result = plain(timeline.result, _LONGEST_CAUSE) or "no result"
@@ -273,7 +273,7 @@ def ending(timeline: Timeline) -> str:
 
 
 def fault_line(fault: FaultNote) -> str:
-    """Tell one fault in a sentence, with its cycle."""
+    """Return one fault as a sentence, with its cycle."""
     cause_text = plain(both(fault.what, fault.detail), _LONGEST_CAUSE)
     who = "" if fault.rank is None else f" rank {fault.rank}"
     where = "" if _names_rank(cause_text, fault.rank) else f"{who} on {plain(fault.host)}"
@@ -284,7 +284,7 @@ def fault_line(fault: FaultNote) -> str:
 
 
 def short_cause(cause: str, faults: Iterable[FaultNote]) -> str:
-    """Return why a cycle ended: of a fault that is told beside it, only its name and rank."""
+    """Return the cause of a cycle's end: of one of ``faults`` only its name and rank."""
     for fault in faults:
         if cause and cause == fault.what:
             return fault.cause if fault.rank is None else f"{fault.cause} of rank {fault.rank}"
@@ -292,7 +292,7 @@ def short_cause(cause: str, faults: Iterable[FaultNote]) -> str:
 
 
 def restart_line(restart: Restart, faults: Iterable[FaultNote] = ()) -> str:
-    """Tell one restart in a sentence; a cause that is one of ``faults`` is only named."""
+    """Return one restart as a sentence; a cause that is one of ``faults`` is only named."""
     phases = ", ".join(f"{plain(name)} {duration(s)}" for name, s in restart.phases.items())
     short = short_cause(restart.cause, faults)
     cause = plain(short, _LONGEST_CAUSE) or "no cause given"
@@ -305,12 +305,12 @@ def restart_line(restart: Restart, faults: Iterable[FaultNote] = ()) -> str:
 
 
 def both(what: str, detail: str) -> str:
-    """Return what happened with its detail, unless one of them holds the other."""
+    """Return `what (detail)`, or only one of the two if it contains the other."""
     if not detail or detail in what:
         return what
     return detail if what in detail else f"{what} ({detail})"
 
 
 def _names_rank(text: str, rank: int | None) -> bool:
-    """Say whether a text begins with the rank, as the launcher's and the monitor's do."""
+    """Return whether a text begins with the rank, as the launcher's and the monitor's do."""
     return rank is not None and text.startswith(f"rank {rank} ")

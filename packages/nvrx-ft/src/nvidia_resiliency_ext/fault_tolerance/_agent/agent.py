@@ -92,15 +92,15 @@ class NodeAgent:
             machine.StopWorkers: self._stop_workers,
             machine.KillWorkers: self._kill_workers,
             machine.ReportFault: self._report_fault,
-            machine.OpenNextRound: rendezvous.tell,
+            machine.OpenNextRound: rendezvous.perform,
             machine.CloseRendezvous: self._close_rendezvous,
             machine.ReportSuccess: self._report_success,
-            machine.ReportBroken: rendezvous.tell,
+            machine.ReportBroken: rendezvous.perform,
             machine.LeaveRendezvous: self._leave,
             machine.Finish: self._record_finish,
-            machine.Preempted: rendezvous.tell,
+            machine.Preempted: rendezvous.perform,
             machine.RoundLeaves: lambda effect: controller.ask(effect.cause),
-            machine.RanksHeld: rendezvous.tell,
+            machine.RanksHeld: rendezvous.perform,
             machine.SaveAgreed: lambda effect: controller.release(effect.at),
         }
 
@@ -116,7 +116,7 @@ class NodeAgent:
         self._events.append(event)
 
     def _worker_exited(self, local_rank: int, status: ExitStatus) -> None:
-        """Record an exit; those seen in one round of the loop are judged together."""
+        """Record an exit; those seen in one round of the loop are evaluated together."""
         self._exits.append((local_rank, status, self.clock.wall()))
 
     def rank_stuck(self, local_rank: int, why: str) -> None:
@@ -125,8 +125,8 @@ class NodeAgent:
         cause = Cause("unhealthy", what, rank, local_rank, self.host, detected_by="monitor")
         self.post(machine.WorkerStuck(cause))
 
-    def ranks_seen(self, ranks: list[dict[str, Any]], report: dict[str, Any]) -> None:
-        """Tell the other nodes what the ranks here do in a hang; `report` if it began here."""
+    def ranks_examined(self, ranks: list[dict[str, Any]], report: dict[str, Any]) -> None:
+        """Report this node's ranks in a hang to the coordinator, with `report` if it began here."""
         self._ranks_in_hang = ranks
         complaint = None
         if report:
@@ -191,10 +191,10 @@ class NodeAgent:
         for effect in effects:
             self._perform[type(effect)](effect)
 
-    def _obey(self, judged: machine.HangEvaluated) -> machine.HangEvaluated:
+    def _obey(self, evaluated: machine.HangEvaluated) -> machine.HangEvaluated:
         """Have the culprits ended that are here, and add to the verdict what this node knows."""
         assert self._assignment is not None
-        offset, cause = self._assignment.rank_offset, judged.cause
+        offset, cause = self._assignment.rank_offset, evaluated.cause
         ranks = [int(rank) for rank in str(cause.detail.get("culprits") or "").split(",") if rank]
         local_ranks = [rank - offset for rank in ranks if rank - offset in self.workers.started]
         self.monitor.send(messages.EndRanks(local_ranks))
@@ -381,15 +381,15 @@ class NodeAgent:
         started, assignment = self.workers.started, self._assignment
         assert assignment is not None
         local_ranks = sorted(started)
-        # Under min-healthy each node judges alone: what it ends, the others may go on without.
-        is_alone = self._node.policy.min_healthy
+        # Under min-healthy a node evaluates its ranks by itself: the others may go on without them.
+        is_standalone = self._node.policy.min_healthy
         self.monitor.workers_changed(
             messages.WorkersChanged(
                 self._node.cycle,
                 [started[local_rank].child.pid for local_rank in local_ranks],
                 [self._error_files.get(local_rank, "") for local_rank in local_ranks],
                 [rank for rank in local_ranks if rank not in self._node.running],
-                world_size=len(local_ranks) if is_alone else assignment.world_size,
+                world_size=len(local_ranks) if is_standalone else assignment.world_size,
                 rank_offset=assignment.rank_offset,
             )
         )
@@ -423,16 +423,16 @@ class NodeAgent:
         )
 
     def _leave(self, effect: machine.LeaveRendezvous) -> None:
-        self.rendezvous.tell(effect)
+        self.rendezvous.perform(effect)
         if effect.cause.kind != "drained":
             self.job.bad_node.report(effect.cause)
 
     def _close_rendezvous(self, effect: machine.CloseRendezvous) -> None:
-        self.rendezvous.tell(effect)
+        self.rendezvous.perform(effect)
         self._has_closed = True
 
     def _report_success(self, effect: machine.ReportSuccess) -> None:
-        self.rendezvous.tell(effect)
+        self.rendezvous.perform(effect)
         at = self.clock.monotonic() + BARRIER_S
         self._barrier = self.loop.call_at(at, lambda: self.post(machine.BarrierTimedOut()))
         logger.info("all workers of this node ended well; waiting for the other nodes")
@@ -453,7 +453,7 @@ class NodeAgent:
 
 
 def _message_of(error: exceptions.ErrorFile | None) -> str | None:
-    """Return what an exception says that has ended a worker for certain, else None."""
+    """Return the message of an exception that certainly ended its worker, else None."""
     return error.message if error is not None and error.is_last else None
 
 

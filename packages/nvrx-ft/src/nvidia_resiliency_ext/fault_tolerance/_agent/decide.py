@@ -29,7 +29,7 @@ Decision = tuple[Node, tuple[Effect, ...]]
 
 
 def decide(node: Node, event: machine.Event) -> Decision:
-    """Return the next state and what is to be done; events that no longer matter do nothing."""
+    """Return the next state and the effects of an event; an outdated event has none."""
     handler = _IN_ANY_PHASE.get(type(event)) or _BY_PHASE[node.phase].get(type(event))
     if handler is None and node.phase is Phase.STOPPING and node.outcome is Outcome.RESTART:
         handler = _BEFORE_A_RESTART.get(type(event))
@@ -100,7 +100,7 @@ def _finish_over(node: Node, over: machine.RoundClosed) -> Finish:
 
 
 def _joins_another(node: Node, event: machine.NextRoundOpened) -> Decision:
-    """A spare tries again, and so does a node whose workers had ended when a peer failed."""
+    """Join the opened round: as a spare, or after own workers ended and a peer failed."""
     if node.must_go and node.phase is Phase.WAITING:
         return _gone(node)
     if node.requests:
@@ -118,7 +118,7 @@ def _joins(node: Node, cause: Cause | None) -> tuple[Effect, ...]:
     return machine.Join(node.cycle + 1, cause), *_tells_again(node)[1]
 
 
-def _alone(node: Node, event: machine.StoreLost | machine.JoinTimedOut) -> Decision:
+def _without_others(node: Node, event: machine.StoreLost | machine.JoinTimedOut) -> Decision:
     """Leave, as nobody is there; without its rendezvous host there is no job to come to later."""
     ends: tuple[Effect, ...] = ()
     if isinstance(event, machine.JoinTimedOut) and node.policy.is_store_host:
@@ -388,7 +388,7 @@ def _left(node: Node, reason: str) -> tuple[Effect, ...]:
 
 
 def _tells_again(node: Node, _event: machine.NextRoundOpened | None = None) -> Decision:
-    """The ranks of this round have not been told yet that the node with their store must go."""
+    """Announce again, to the ranks of this round, that the node with their store must go."""
     if node.leaving is None or not node.must_go:
         return node, ()
     return node, (machine.Preempted(node.leaving),)
@@ -419,8 +419,8 @@ _BY_PHASE: Mapping[Phase, _Handlers] = {
         machine.RoundReady: _start,
         machine.RoundClosed: _over_without_workers,
         machine.NextRoundOpened: _joins_another,
-        machine.StoreLost: _alone,
-        machine.JoinTimedOut: _alone,
+        machine.StoreLost: _without_others,
+        machine.JoinTimedOut: _without_others,
         machine.NodeUnfit: _unfit,
         machine.Signalled: _ended_without_workers,
         machine.Preempted: _preempted_without_ranks,

@@ -352,7 +352,7 @@ class Job:
         return result
 
     def _log_summary(self, *, has_failed: bool) -> None:
-        """Say what a temporary record holds; of a failed job little: its error ends the output."""
+        """Log the report of a temporary event record; of a failed job only its first paragraph."""
         try:
             from nvidia_resiliency_ext.shared_utils import report
 
@@ -441,7 +441,7 @@ class Job:
             write_err(failures.failure_table(name, result.failures, run_dir) + "\n")
 
     def _remove_stale_directories(self) -> None:
-        """Remove what launches left behind that were killed together with their monitor."""
+        """Remove run directories of launches that were killed together with their monitor."""
         try:
             removed = remove_stale_run_dirs()
         except OSError as error:
@@ -453,7 +453,7 @@ class Job:
 
 
 def _sweep(run_id: str) -> None:
-    """Kill what still carries the run's id; the monitor has done it, if there was one."""
+    """Kill processes with the run's id in their environment; a monitor has done so before."""
     try:
         left = sweep(run_id, (), spared={os.getpid()})
     except OSError as error:  # no descriptor is left to look with

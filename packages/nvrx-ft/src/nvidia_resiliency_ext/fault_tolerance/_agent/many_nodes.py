@@ -86,7 +86,7 @@ class StoreEndpoint:
 
     @property
     def where(self) -> str:
-        """Who serves the store and where, for people who look for a wrong address."""
+        """Describe in words which launcher serves the store, and at which address."""
         if not self.is_here:
             return f"another launcher serves the store at {self.address}"
         return f"this launcher serves the store at {self.address}, on address {self.served_at}"
@@ -114,7 +114,7 @@ def find_endpoint(plan: LaunchPlan) -> StoreEndpoint:
 
 
 def rules_of(plan: LaunchPlan, environ: Mapping[str, str]) -> CoordinatorRules:
-    """Return what the rendezvous host decides by. Raises ConfigError."""
+    """Return the rules by which the coordinator places nodes and restarts. Raises ConfigError."""
     config, conf = plan.fault_tol_cfg, plan.rdzv_configs
     elastic = agreement.is_elastic(plan.restart_policy, plan.rdzv_impl)
     last_call_s = LEGACY_LAST_CALL_S if elastic else LAST_CALL_S
@@ -170,7 +170,7 @@ def _seconds(
 
 
 def must_agree(plan: LaunchPlan, rules: CoordinatorRules) -> dict[str, str]:
-    """Return, by flag, what all launchers of a job must have been started with alike."""
+    """Return, by flag, the values that must be equal in all launchers of a job."""
     config = plan.fault_tol_cfg
     agreed = agreement.settings_of(rules)
     agreed["--ft-no-restart-exit-code"] = str(plan.no_restart_exit_code)
@@ -189,7 +189,7 @@ def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
     secret = endpoints.read_token(config.rdzv_token_file) if config.rdzv_token_file else None
     addr = plan.local_addr or own_address(endpoint.host, endpoint.port)
     node, prefix = node_identity(addr), keys.prefix(plan.run_id)
-    host: coordinator_loop.CoordinatorThread | None = None
+    coordinator: coordinator_loop.CoordinatorThread | None = None
     if endpoint.is_hidden:
         logger.warning(
             "--rdzv-endpoint %s is the loopback address %s on this machine: launchers on others "
@@ -203,7 +203,7 @@ def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
     if endpoint.listener is not None:
         assert services is not None, "who serves the store runs the rest"
         listener, says = endpoint.listener, {keys.LOG_TOKEN: services.log_token}
-        host = coordinator_loop.CoordinatorThread(
+        coordinator = coordinator_loop.CoordinatorThread(
             lambda: coordinator_loop.served_store(
                 listener,
                 endpoint.host,
@@ -225,7 +225,7 @@ def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
                 denylist=job.denylist,
             ),
         )
-        host.start()
+        coordinator.start()
     if environ.get(_env.REPLACEMENT_GROUP_ID) and not rules.placement.group_size:
         logger.warning(
             "%s is set without effect: --rdzv-conf replacement_group_size=N says how many nodes "
@@ -252,7 +252,7 @@ def make_rendezvous(job: Job, endpoint: StoreEndpoint) -> StoreRendezvous:
     )
     stop = threading.Event()
     connector = StoreConnector(endpoint, prefix, secret, settings, job.cycles, job.clock, stop)
-    return StoreRendezvous(job, settings, connector, host, stop)
+    return StoreRendezvous(job, settings, connector, coordinator, stop)
 
 
 @dataclass(slots=True)
@@ -312,7 +312,7 @@ class StoreConnector:
 
 
 def _fetch_log_token(store: stores.JobStore, records: CycleRecords, wait_s: float) -> None:
-    """Fetch what the host says of log servers, before it decides anything.
+    """Fetch the coordinator's message about log servers, which precedes its decisions.
 
     Always read: who has another secret is refused by it before it writes anything itself.
     """

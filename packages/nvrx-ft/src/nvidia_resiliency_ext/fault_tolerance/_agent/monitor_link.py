@@ -130,7 +130,7 @@ class SharedMonitor:
         return self._reopening is None
 
     def workers_changed(self, workers: messages.WorkersChanged) -> None:
-        """Tell the monitor what to sweep if this launcher dies, and what to look at in a hang."""
+        """Send the monitor the workers: to sweep if this launcher dies, to examine in a hang."""
         self._workers = workers
         self._handle.send(workers)
         if self.unwatched_after_s is not None and self._unwatched is None:
@@ -138,7 +138,7 @@ class SharedMonitor:
             self._unwatched = self.loop.call_at(at, self._say_unwatched)
 
     def _say_unwatched(self) -> None:
-        """Say that limits are set and no rank of any cycle has opened a client, or used it."""
+        """Warn that limits are set, but no rank of any cycle has opened or used a client."""
         if self._unwatched is None or self.unwatched_after_s is None:
             return
         self._unwatched.cancel()
@@ -191,7 +191,7 @@ class SharedMonitor:
         return {index: view.save_calls for index, view in views.items() if view is not None}
 
     def _view(self, index: int) -> SlotView | None:
-        """Return what a slot shows, or None: it has the last session's until the next one opens."""
+        """Return the content of a rank's slot; None while it is still that of an earlier cycle."""
         handle = self._handle
         if index >= len(handle.slots):
             return None
@@ -246,8 +246,8 @@ class SharedMonitor:
                 self.unwatched_after_s = None
         elif isinstance(message, messages.HangFound):
             self._take_report(message.report)
-        elif isinstance(message, messages.RanksSeen):
-            self.job.agent.ranks_seen(message.ranks, {})
+        elif isinstance(message, messages.RankStates):
+            self.job.agent.ranks_examined(message.ranks, {})
         elif isinstance(message, messages.Save):
             self._acknowledged_word = message.word
             self.job.controller.acknowledged()
@@ -264,7 +264,7 @@ class SharedMonitor:
         if report["cycle"] != self._cycle:
             return
         if report.get("is_held"):
-            self.job.agent.ranks_seen(report["ranks"], report)
+            self.job.agent.ranks_examined(report["ranks"], report)
         elif not self._hang.get("culprits"):
             self._hang = report
 
@@ -331,11 +331,11 @@ class MonitorPerRank:
             monitor.prepare(cycle)
 
     def workers_changed(self, workers: messages.WorkersChanged) -> None:
-        """Tell all: whichever sees the launcher die sweeps."""
-        # Each judges its rank without the other nodes: it sees no stacks but that rank's.
-        alone = dataclasses.replace(workers, world_size=0)
+        """Send the workers to all monitors: the first that sees the launcher die sweeps."""
+        # Each evaluates its rank without the other nodes: it sees no stacks but that rank's.
+        standalone = dataclasses.replace(workers, world_size=0)
         for monitor in self._monitors:
-            monitor.workers_changed(alone)
+            monitor.workers_changed(standalone)
 
     def send(self, message: messages.LeaseHeld | messages.Examine | messages.EndRanks) -> None:
         """Send a lease to all monitors; none has more than one rank to compare in a hang."""

@@ -118,7 +118,7 @@ class PreemptionController:
             self._loop.call_at(self._clock.monotonic() + SETTLE_S, self._report)
 
     def cycle_begins(self) -> None:
-        """Forget what the ranks of an earlier cycle were asked."""
+        """Withdraw the request to save that the ranks of an earlier cycle received."""
         if self._has_word:
             self._has_word = self._is_asked = False
             self._job.monitor.save(0)
@@ -138,7 +138,7 @@ class PreemptionController:
             self._job.monitor.save(at)
 
     def _report(self) -> None:
-        """Say how far the ranks are, which cannot go on from the next call on."""
+        """Report the furthest call of the ranks, once all wait in `should_checkpoint`."""
         if not self._is_asked or not self._job.monitor.is_save_acknowledged:
             return
         calls = self._job.monitor.save_calls()

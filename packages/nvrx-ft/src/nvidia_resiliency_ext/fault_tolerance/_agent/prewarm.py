@@ -51,7 +51,7 @@ class PrewarmStarter(workers.Starter):
         )
         self._held: dict[int, prewarmed.PrewarmedWorker] = {}
         self._activated: dict[int, prewarmed.PrewarmedWorker] = {}
-        self._last_words: dict[int, str] = {}
+        self._departure_reasons: dict[int, str] = {}
         self._head_start_ends = 0.0
         self._idle = IdleMeter()
         self._timer: Timer | None = None
@@ -98,7 +98,7 @@ class PrewarmStarter(workers.Starter):
         self._pool.good_step()
 
     def _look(self) -> None:
-        """Tell the pool what only a look at the machine shows."""
+        """Update the pool: idle cores, free memory, changed files, and ranks' use of torch."""
         if self._pool.refused is not None:
             return
         self._pool.idle(self._idle.idle_cores())
@@ -130,7 +130,7 @@ class PrewarmStarter(workers.Starter):
         self._look_interval_s = min(2 * self._look_interval_s, LONGEST_LOOK_INTERVAL_S)
 
     def _announce(self) -> None:
-        """Say once in a cycle that the next restart finds every prewarmed worker ready."""
+        """Log once per cycle that every prewarmed worker is ready for the next restart."""
         slots = self._pool.slots
         if not self._is_announced and all(state is pools.SlotState.READY for state in slots):
             self._is_announced = True
@@ -180,7 +180,7 @@ class PrewarmStarter(workers.Starter):
         self._pool.start_ranks()
 
     def done(self) -> None:
-        """All workers of the cycle are started: prewarmed workers for the next may follow."""
+        """Let prewarmed workers for the next cycle start: this cycle's workers are all started."""
         self._has_worked = self._is_announced = False
         self._pool.ranks_started()
         self._arm_for_fill()
@@ -240,7 +240,7 @@ class PrewarmStarter(workers.Starter):
         self._job.loop.unwatch(standby.fileno())
         self._job.loop.watch(standby.fileno(), lambda: self._receive_begun(slot, standby))
         self._pool.activate(slot)
-        self._job.reporter.prewarm_changed(slot, "went", None, None)
+        self._job.reporter.prewarm_changed(slot, "activated", None, None)
         if ready is None:
             why = workers.STILL_IMPORTING
             return workers.Started(standby.child, warm=False, cold_reason=why), ""
@@ -273,7 +273,7 @@ class PrewarmStarter(workers.Starter):
             self._pool.begin(slot)
             self._arm_for_fill()
         elif isinstance(message, prewarmed.Failed):
-            self._last_words[slot] = message.reason
+            self._departure_reasons[slot] = message.reason
             self._job.loop.unwatch(standby.fileno())
 
     def _forget_activated(self, slot: int, standby: prewarmed.PrewarmedWorker) -> None:
@@ -290,7 +290,7 @@ class PrewarmStarter(workers.Starter):
         standby = self._activated.get(local_rank)
         if standby is None:
             return None
-        reason = self._last_words.pop(local_rank, None)
+        reason = self._departure_reasons.pop(local_rank, None)
         message = None if reason is not None else standby.receive()
         while isinstance(message, prewarmed.Ready):  # Sent before it saw the order.
             message = standby.receive()

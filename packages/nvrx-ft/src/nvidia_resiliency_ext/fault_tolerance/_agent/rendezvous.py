@@ -83,7 +83,7 @@ class LocalRendezvous:
         )
         self._post(machine.RoundReady(assignment, tuple(range(self._plan.nproc_per_node))))
 
-    def tell(self, effect: machine.Effect) -> None:
+    def perform(self, effect: machine.Effect) -> None:
         """Answer at once, as there is no other node; of reasons to close the first one stays."""
         match effect:
             case machine.CloseRendezvous(reason):
@@ -94,7 +94,7 @@ class LocalRendezvous:
                 self._post(machine.SaveAgreed(machine.agreed_call([calls])))
 
     def hung(self, ranks: Sequence[RankState], complaint: Cause | None) -> None:
-        """Do nothing: the ranks of a single node are judged by its monitor."""
+        """Do nothing: the ranks of a single node are evaluated by its monitor."""
 
     def shutdown(self) -> None:
         self._ports.close()

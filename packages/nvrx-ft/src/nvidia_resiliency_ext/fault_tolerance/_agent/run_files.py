@@ -83,7 +83,7 @@ class RunPaths:
 
 
 def _file_name(job_id: str) -> str:
-    """Return a job's id as part of a file name: whoever chose it must not choose the folder."""
+    """Return a job's id as part of a file name, so that the id cannot choose the folder."""
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in job_id[:MAX_NAME_PART])
     return safe.lstrip(".") or "job"
 
@@ -107,7 +107,7 @@ _OF_AN_OUTER_RANK = frozenset(
 def shared_variables(
     plan: LaunchPlan, paths: RunPaths, environ: Mapping[str, str], store: str | None
 ) -> dict[str, str]:
-    """Return what every worker of the node has; `store`: address of the store of many nodes."""
+    """Return the variables that all workers of the node share; `store`: address of the store."""
     variables = {
         **{name: value for name, value in environ.items() if name not in _OF_AN_OUTER_RANK},
         _env.RUN_ID: paths.run_id,
@@ -145,7 +145,7 @@ def cycle_variables(
 def rank_variables(
     plan: LaunchPlan, paths: RunPaths, assignment: Assignment, local_rank: int, error_file: str
 ) -> dict[str, str]:
-    """Return what differs between workers and rounds; `@record` writes to `error_file`."""
+    """Return the variables of one worker in one round; `@record` writes to `error_file`."""
     rank = str(assignment.rank_offset + local_rank)
     world_size = str(assignment.world_size)
     variables = {
@@ -276,7 +276,7 @@ class CycleRecords:
         return dataclasses.replace(output, stdout=piped, stderr=piped)
 
     def close(self) -> None:
-        """Write what is left, for some seconds at most, and end the threads."""
+        """Write the workers' remaining output, for some seconds at most, and end the threads."""
         logs, self._logs = self._logs, None
         if logs is not None and not logs.close():
             logger.error("not all output of the workers is in %s", self._plan.logs.applog_prefix)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rendezvous of many nodes as one launcher sees it, over the job's store.
 
-Calls that wait run in the threads of `_rendezvous`. The lease is judged by a timer of the loop: a
+Calls that wait run in the threads of `_rendezvous`. A timer of the loop evaluates the lease: a
 store that stopped answering cannot say so.
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nvrx")
 
 LOOKS_PER_LEASE = 5
-LAST_WORDS_S = 3.0
+DEPARTURE_S = 3.0
 # Some round trips to the store; ranks are ended this much later where it is slow or lost.
 SAID_S = 0.25
 STORE_LOST_STOP_S = 5.0
@@ -46,7 +46,7 @@ class StoreRendezvous:
     """Rounds of many nodes. The loop's thread only.
 
     `connect` is called in a thread, and calls its argument whenever it is certain that no store is
-    served; `stop` ends its waiting. `host` is the coordinator's thread, on the node that has it.
+    served; `stop` ends its waiting. `coordinator` is its thread, on the node that has it.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class StoreRendezvous:
         job: Job,
         settings: NodeSettings,
         connect: Callable[[Callable[[], None]], JobStore],
-        host: CoordinatorThread | None = None,
+        coordinator: CoordinatorThread | None = None,
         stop: threading.Event | None = None,
     ) -> None:
-        self.job, self.settings, self.host, self.stop = job, settings, host, stop
+        self.job, self.settings, self.coordinator, self.stop = job, settings, coordinator, stop
         self.loop, self.clock = job.loop, job.clock
         # The one that this node has workers in. Those of a node that was stopped for a while may
         # be found dead when the others have long begun another round: that one did not fail.
@@ -84,14 +84,14 @@ class StoreRendezvous:
         at = self.clock.monotonic() + self.settings.join_timeout_s
         self._join_deadline = self.loop.call_at(at, self._join_timed_out)
 
-    def tell(self, effect: machine.Effect) -> None:
+    def perform(self, effect: machine.Effect) -> None:
         if isinstance(effect, machine.LeaveRendezvous):
             self._leave(effect.cause)
             return
         if isinstance(effect, machine.CloseRendezvous):
             self.is_over = True
         round_ = self._round
-        self._client.submit(lambda session: _tell(session, round_, effect))
+        self._client.submit(lambda session: _record(session, round_, effect))
 
     def _leave(self, cause: Cause) -> None:
         kind = records.Kind.UNHEALTHY if cause.kind == "unhealthy" else records.Kind.LEFT
@@ -119,10 +119,10 @@ class StoreRendezvous:
 
     @property
     def must_stay(self) -> bool:
-        return self.host is not None and self.host.is_alive() and not self.is_over
+        return self.coordinator is not None and self.coordinator.is_alive() and not self.is_over
 
     def shutdown(self) -> None:
-        """Say goodbye, and let the store go when everybody has; a second call does nothing."""
+        """Say goodbye, and end the store when all nodes have; a second call does nothing."""
         if self._is_shut:
             return
         self._is_shut = True
@@ -133,11 +133,11 @@ class StoreRendezvous:
                 timer.cancel()
         if not self._is_lost:
             self._client.submit(sessions.NodeSession.say_goodbye, is_urgent=True)
-        self._client.close(0.2 if self._is_lost else LAST_WORDS_S)
-        if self.host is not None:
-            self.host.join(LAST_WORDS_S + 1.0)
-            self.host.stop()
-            self.host.join(LAST_WORDS_S)
+        self._client.close(0.2 if self._is_lost else DEPARTURE_S)
+        if self.coordinator is not None:
+            self.coordinator.join(DEPARTURE_S + 1.0)
+            self.coordinator.stop()
+            self.coordinator.join(DEPARTURE_S)
         self._ports.close()
 
     def _arrive(self, session: sessions.NodeSession, port: int, previous_rank: int | None) -> None:
@@ -173,10 +173,10 @@ class StoreRendezvous:
     def _event(  # noqa: PLR0911 - one for each kind
         self, event: sessions.SessionEvent | machine.Event
     ) -> machine.Event | None:
-        if isinstance(event, (sessions.Placed, sessions.SpareNode)):
+        if isinstance(event, (sessions.RankAssigned, sessions.SpareNode)):
             self._say_clocks(event.entry.clocks)
-        if isinstance(event, sessions.Placed):
-            return self._placed(event)
+        if isinstance(event, sessions.RankAssigned):
+            return self._assigned(event)
         if isinstance(event, sessions.SpareNode):
             self._cancel_join_deadline()
             self._previous_rank = None
@@ -192,8 +192,8 @@ class StoreRendezvous:
                 return machine.SaveAgreed(event.entry.save_at)
             return machine.RoundLeaves(event.entry.cause or Cause("preempted", "a node must go"))
         if isinstance(event, sessions.Hung):
-            judged = event.entry.cause if event.entry.hang == records.HangStage.EVALUATED else None
-            return machine.RanksAsked() if judged is None else machine.HangEvaluated(judged)
+            culprit = event.entry.cause if event.entry.hang == records.HangStage.EVALUATED else None
+            return machine.RanksAsked() if culprit is None else machine.HangEvaluated(culprit)
         if isinstance(event, sessions.Over):
             self.is_over = True
             return machine.RoundClosed(event.entry.reason, event.no_restart, event.entry.cause)
@@ -208,12 +208,12 @@ class StoreRendezvous:
         return event
 
     def _say_clocks(self, what: str) -> None:
-        """Tell people whose clock is off, the same once."""
+        """Log the nodes whose clocks are off; the same text only once."""
         if what and what != self._said_of_clocks:
             logger.warning("%s", what)
         self._said_of_clocks = what
 
-    def _placed(self, event: sessions.Placed) -> machine.RoundReady:
+    def _assigned(self, event: sessions.RankAssigned) -> machine.RoundReady:
         entry, own = event.entry, event.assignment
         self._cancel_join_deadline()
         self._round = entry.round
@@ -261,8 +261,8 @@ class StoreRendezvous:
         self._fence = self.loop.call_at(now + lease_s / LOOKS_PER_LEASE, self._evaluate_lease)
 
 
-def _tell(session: sessions.NodeSession, round_: int, effect: machine.Effect) -> None:
-    """Add to the log of decisions, or to the messages, what was decided in `round_`."""
+def _record(session: sessions.NodeSession, round_: int, effect: machine.Effect) -> None:
+    """Write an effect decided in `round_` to the log of decisions or to the messages."""
     match effect:
         case machine.OpenNextRound(cause):
             session.open_next(round_, cause)

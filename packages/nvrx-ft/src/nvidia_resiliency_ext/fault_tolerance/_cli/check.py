@@ -190,7 +190,7 @@ MAX_SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """What a node reported of itself; `clock` is its wall clock (unix s) at one common moment."""
+    """Versions, options and failures of a node, and its wall clock (unix s) at a common moment."""
 
     host: str
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -200,7 +200,7 @@ class NodeReport:
 
 
 def compare(reports: Sequence[NodeReport]) -> list[Finding]:
-    """Return what a job of these nodes would stumble over."""
+    """Compare versions, options and clocks of the nodes; add the failures of each node."""
     return [
         _same("versions of all nodes", [(r.host, r.versions) for r in reports]),
         _same("options of all nodes", [(r.host, r.settings) for r in reports]),
@@ -269,7 +269,7 @@ def compare_nodes(
     wait_s: float,
     clock: Clock,
 ) -> list[Finding]:
-    """Return what all nodes together found, the same on each; they meet in a store of their own."""
+    """Exchange reports through a store of their own; return the findings, the same on each node."""
     prefix = keys.prefix(f"{plan.run_id}:check")
     server, serves = None, endpoint.listener is not None
     if endpoint.listener is not None:
@@ -278,7 +278,7 @@ def compare_nodes(
     endpoints.wait_until_reachable(endpoint.host, endpoint.port, wait_s, clock, threading.Event())
     store = stores.connect(endpoint.host, endpoint.port, prefix, secret, wait_s)
 
-    def meet(
+    def exchange(
         topic: str, line: object, count: int, limit_s: float, answer: Callable[[list[str]], object]
     ) -> Any:
         """Return the `answer` of the node that serves to the lines of `count` nodes."""
@@ -304,8 +304,8 @@ def compare_nodes(
 
     me = secrets.token_hex(8)
     try:
-        count = int(meet("reports", [me, asdict(report)], plan.max_nodes, wait_s, len))
-        answer = meet("clocks", [me, time.time()], count, ANSWER_S, compared)
+        count = int(exchange("reports", [me, asdict(report)], plan.max_nodes, wait_s, len))
+        answer = exchange("clocks", [me, time.time()], count, ANSWER_S, compared)
         findings = [Finding(**item) for item in answer]
     except (ValueError, TypeError) as error:
         raise NvrxError(f"another version answers: {error}") from None
@@ -318,7 +318,7 @@ def compare_nodes(
 
 
 def _report(line: str, clocks: Mapping[str, float]) -> NodeReport:
-    """Return what a node reported; another version's may be none that is known here."""
+    """Parse a node's report; one of another version may fail, which becomes its failure."""
     try:
         node, reported = json.loads(line)
         known = {f.name: reported[f.name] for f in fields(NodeReport) if f.name in reported}

@@ -89,7 +89,7 @@ def exit_code_of(findings: Sequence[Finding]) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Return what must be the same on all nodes: Python and the installed packages."""
+    """Return the versions of Python, torch and nvrx-*, which must be the same on all nodes."""
     installed = doctor.installed_versions().items()
     ours = {
         name: version for name, version in installed if name == "torch" or name.startswith("nvrx-")

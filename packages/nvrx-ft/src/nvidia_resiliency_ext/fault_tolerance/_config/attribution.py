@@ -47,7 +47,7 @@ def client_endpoint(endpoint: str) -> str:
 
 
 def check_export_url(url: str) -> None:
-    """Refuse what results cannot be sent to."""
+    """Refuse a URL to which results cannot be posted. Raises ConfigError."""
     flag = "--ft-attribution-export-url"
     parts, _ = _split(url, flag)
     if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -135,7 +135,7 @@ _OWN_FLAGS = (
     Flag("ft-no-restart-exit-code", v.integer_in(1, 255), DEFAULT_NO_RESTART_EXIT_CODE, _FT,
         "Exit code of a job that must not be started again."),
     Flag("ft-node-health-check-endpoint", v.TEXT, None, table.HEALTH,
-        "Unix socket of a service that judges this node's health."),
+        "Unix socket of a service that evaluates this node's health."),
     Flag("ft-per-cycle-applog-prefix", v.ABSOLUTE_PATH, None, table.LOGGING,
         "Write the workers' output to one file per cycle.", env=True),
     Flag("ft-nvrx-logfile", v.ABSOLUTE_PATH, None, table.LOGGING,

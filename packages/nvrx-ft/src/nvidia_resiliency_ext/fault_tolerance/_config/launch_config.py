@@ -32,7 +32,7 @@ _LAST_CALL_WHERE_ALL_WORK_S = 30
 
 @dataclass
 class LaunchConfig:
-    """What `elastic_launch` is to start.
+    """Describe the job that `elastic_launch` starts.
 
     Args:
         min_nodes: Nodes without which the job does not start.
@@ -66,7 +66,7 @@ class LaunchConfig:
         master_addr: Address of rank 0 on one node.
         master_port: Port of rank 0 in every cycle; None takes a fresh one for each.
         node_rank: The order of this node where no scheduler knows one.
-        node_health_check_endpoint: Socket of a service that judges this node's health.
+        node_health_check_endpoint: Socket of a service that evaluates this node's health.
         no_restart_exit_code: Exit code of a job that must not be started again.
         cycle_info_job_id: The job in the names of files about cycles.
     """

@@ -216,7 +216,7 @@ class Given(NamedTuple):
 
 @dataclass(slots=True)
 class Layers:
-    """What the sources gave, the later over the earlier."""
+    """Settings merged from several sources, of which the later ones win."""
 
     given: dict[str, Given] = field(default_factory=dict)  # by field name
     deprecated: dict[str, Given] = field(default_factory=dict)  # old keys that are no option
@@ -288,7 +288,7 @@ def _hint(key: str) -> str:
 
 
 def layers_from_args(args: argparse.Namespace) -> Layers:
-    """Return what a parsed command line and the file that it names gave."""
+    """Return the settings of a parsed command line and of the file that `--ft-cfg-path` names."""
     layers = Layers()
     path = getattr(args, "ft_cfg_path", None)
     if path:

@@ -51,7 +51,7 @@ def _nodes(raw: Any) -> str:
 
 
 def streams_by_rank(text: str, nproc: int = 0) -> dict[int, Std]:
-    """Return what `3` (all ranks) or `0:1,1:3` (some ranks) means for each local rank."""
+    """Return the streams of each local rank from `3` (all ranks) or `0:1,1:3` (some ranks)."""
     if text in ("0", "1", "2", "3"):
         return dict.fromkeys(range(nproc), Std(int(text)))
     streams = dict.fromkeys(range(nproc), Std.NONE)
@@ -106,7 +106,7 @@ def parse_endpoint(text: str) -> tuple[str, int | None]:
 
 
 def _text_for(parse: Callable[[str], object]) -> Callable[[Any], str]:
-    """Return what takes a text that `parse` does not refuse, and leaves it as it is."""
+    """Return a parser that checks a text by `parse` and returns it unchanged."""
 
     def check(raw: Any) -> str:
         parse(raw)

@@ -46,7 +46,7 @@ def read(kind: Kind, raw: object, where: str) -> Any:
 
 @contextlib.contextmanager
 def noting(problems: list[str]) -> Iterator[None]:
-    """Add what a ValueError says to `problems`, so that all of them are reported at once."""
+    """Catch a ValueError and append its message to `problems`, which are reported together."""
     try:
         yield
     except ValueError as error:
@@ -82,7 +82,7 @@ def _integer(raw: Any) -> int:
 
 
 def that(parse: Callable[[Any], Any], holds: Callable[[Any], object]) -> Callable[[Any], Any]:
-    """Return what parses a value and refuses one for which `holds` is false."""
+    """Return a parser that calls `parse` and refuses values for which `holds` is false."""
 
     def check(raw: Any) -> Any:
         value = parse(raw)

@@ -141,7 +141,7 @@ def plan_of(args: argparse.Namespace, environ: Mapping[str, str]) -> ControlPlan
 def _settings(
     args: argparse.Namespace, config: settings.FaultToleranceConfig, is_lease_given: bool
 ) -> dict[str, str]:
-    """Return what was given here and must be alike in the launchers; the rest is theirs alone."""
+    """Return the options given here that launchers must share; the rest is the launchers' own."""
     min_nodes, max_nodes = syntax.parse_min_max_nnodes(args.nnodes)
     conf = syntax.parse_configuration(args.rdzv_conf)
     code = args.ft_no_restart_exit_code if "ft_no_restart_exit_code" in args.given else None

@@ -211,7 +211,7 @@ class ControlPlane:
 
 
 def _wait_for_rules(store: JobStore, stop: threading.Event) -> CoordinatorRules | None:
-    """Wait for the first launcher, which tells what all launchers go by. Raises NvrxError."""
+    """Wait for the first launcher's settings; return the rules they give. Raises NvrxError."""
     while not stop.is_set():
         text = store.wait_for(keys.SETTINGS, LOOK_S)
         if text is not None:

@@ -35,7 +35,7 @@ _OUTERMOST_FRAMES = ("in <module>", "in _run_module_as_main")
 
 @dataclass(frozen=True, slots=True)
 class ErrorFile:
-    """What a worker said of its exception."""
+    """Hold a worker's exception, as its error file or its stderr gave it."""
 
     path: str  # What `@record` wrote; empty when it was read from stderr.
     message: str  # Type and text of the exception.
@@ -46,7 +46,7 @@ class ErrorFile:
 
 
 def read_error_file(path: str) -> ErrorFile | None:
-    """Return what the worker wrote to its error file, or None; any content is tolerated."""
+    """Parse a worker's error file; None if there is none. Any content is tolerated."""
     try:
         raw = read_regular_file(path, MAX_ERROR_FILE_BYTES)
     except OSError:
@@ -69,7 +69,7 @@ def read_error_file(path: str) -> ErrorFile | None:
 
 
 def read_error_output(path: str, since: int) -> ErrorFile | None:
-    """Return what `last_exception` finds in a stderr file, behind its first `since` bytes."""
+    """Return the exception that `last_exception` finds in a stderr file after `since` bytes."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -117,7 +117,7 @@ def _is_end(lines: list[str]) -> bool:
 
 
 def _timestamp(stamp: object) -> float | None:
-    """Return a worker's own time of failure (unix s), or None for what cannot be one."""
+    """Return a worker's own time of failure (unix s), or None for an impossible value."""
     if isinstance(stamp, bool) or not isinstance(stamp, (str, int, float)):
         return None
     try:

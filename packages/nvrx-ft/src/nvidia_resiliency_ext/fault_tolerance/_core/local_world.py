@@ -21,7 +21,7 @@ def determine_local_world_size(nproc_per_node: str) -> int:
 
 
 def local_world_size(nproc_per_node: str, environ: Mapping[str, str], root: str = "/") -> int:
-    """Return what `determine_local_world_size` does, for a given environment and file tree."""
+    """Return the number of workers that `nproc_per_node` means in an environment and file tree."""
     if nproc_per_node == "cpu":
         return len(os.sched_getaffinity(0))
     if nproc_per_node in ("gpu", "auto"):

@@ -45,7 +45,7 @@ class Phase(enum.Enum):
 
 
 class Outcome(enum.Enum):
-    """What follows once the workers are stopped."""
+    """Next action of a node once its workers are stopped."""
 
     RESTART = "restart"
     FAIL = "fail"
@@ -58,7 +58,7 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """This node's place in a round: what rendezvous decided."""
+    """This node's rank assignment in a round, as the coordinator decided it."""
 
     cycle: int
     group_rank: int
@@ -73,7 +73,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The numbers a decision needs, and what this node is in the job."""
+    """Settings of this node's decisions, and its role in the job."""
 
     max_restarts: int
     stop_grace_s: float
@@ -191,12 +191,12 @@ class WorkerStuck(_Caused):
 
 @dataclass(frozen=True, slots=True)
 class RanksAsked:
-    """The job hangs: the others want to know what the ranks of this node do."""
+    """The job hangs: the coordinator asks for the states of this node's ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class HangEvaluated:
-    """All nodes together have found whom a hang is to be blamed on; see `WorkerExited`."""
+    """The coordinator has named the culprit of a hang; see `WorkerExited`."""
 
     cause: Cause
     no_progress: bool = False
@@ -307,12 +307,12 @@ class ReportFault:
 
 
 class OpenNextRound(_Caused):
-    """Tell the other nodes that a restart begins, and why."""
+    """Announce to the other nodes that a restart begins, with its cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class CloseRendezvous:
-    """Tell everybody that there is no further round."""
+    """Announce to all nodes that there is no further round."""
 
     reason: str
     cause: Cause | None = None
@@ -320,19 +320,19 @@ class CloseRendezvous:
 
 @dataclass(frozen=True, slots=True)
 class ReportSuccess:
-    """Tell the other nodes that all workers of this one ended well, and wait for theirs."""
+    """Announce that all workers of this node ended well, and wait for those of other nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportBroken:
-    """Tell the rendezvous host that workers of this node failed; it decides what follows."""
+    """Report failed workers of this node to the coordinator, which decides on a restart."""
 
     cause: Cause
     all_gone: bool
 
 
 class LeaveRendezvous(_Caused):
-    """Tell the other nodes that this one takes part no longer."""
+    """Announce that this node leaves the job."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ def wait_for_mp_events(events: Iterable[SettableEvent], timeout: float = 60) -> 
 def terminate_mp_processes(
     allowed_pgids: Collection[int], allowed_ppids: Collection[int] | None = None
 ) -> None:
-    """Kill what is left in the process groups of workers that are gone.
+    """Kill the remaining processes in the process groups of ended workers.
 
     This process, its ancestors and its own process group are never touched. A resource tracker of
     multiprocessing removes its program's shared memory once it is alone, so it is given a moment.

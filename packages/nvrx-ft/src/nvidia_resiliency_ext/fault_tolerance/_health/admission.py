@@ -159,7 +159,7 @@ def ensure_node_is_healthy(
 
     Args:
         config: Which checks are wanted; None takes the defaults.
-        endpoint: Socket of a service that judges this node; None takes that of
+        endpoint: Socket of a service that evaluates this node; None takes that of
             `init_node_health_check`, if it was called.
 
     Raises:
@@ -177,7 +177,7 @@ _service: NodeHealthCheck | None = None
 
 
 def init_node_health_check(endpoint: str | None) -> None:
-    """Name the service that judges this node, for all launches of this process.
+    """Name the service that evaluates this node, for all launches of this process.
 
     `endpoint` is the path of its Unix socket, also as `unix://...`; None forgets it.
     """
@@ -389,7 +389,7 @@ class AdmissionCheck:
         begin()
 
     def shut(self) -> None:
-        """Forget who wants to start: there is another decision by now."""
+        """Drop the pending start of workers, which another decision replaced."""
         self._starting = None
         self._cancel_pause()
 

@@ -103,7 +103,7 @@ class BadNodeHook:
         return not is_known and len(self._runs) < MOST_PER_HOUR
 
     def close(self) -> None:
-        """Finish what was reported, within the command's deadline for all of it."""
+        """Run the command for all pending reports, within one deadline of the command."""
         with self._lock:
             self._is_closed = True
         self._thread.close(self.deadline_s + 1.0)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exclusions by the scheduler: files that say which units of a job have unhealthy nodes.
+"""The denylist of the scheduler: files that say which units of a job have unhealthy nodes.
 
 A unit is a task of a Slurm job array, or a Slurm job that is no array. Launchers obey the files,
-`slurm_health` writes them. Whatever is not a clear exclusion passes: a file that cannot be read
+`slurm_health` writes them. A unit passes unless its entry is clear: a file that cannot be read
 must not end a job.
 """
 
@@ -28,7 +28,7 @@ MAX_REASON_CHARS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What the scheduler excludes as a whole; both ids are decimal numbers."""
+    """A job or array task, which is excluded as a whole; both ids are decimal numbers."""
 
     job_id: str
     task_id: str
@@ -40,8 +40,8 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class Exclusion:
-    """A unit must not work: the file that says so, and the diagnosis in it, one line or empty."""
+class DenylistEntry:
+    """An excluded unit: the file that excludes it, and the diagnosis in it, one line or empty."""
 
     path: str
     reason: str
@@ -74,12 +74,12 @@ def state_text(evidence: Mapping[str, Collection[str]]) -> str:
     return "\n".join([first, *lines, ""])
 
 
-def read_exclusion(directory: str, unit: Unit) -> Exclusion | None:
-    """Return why a unit is excluded, or None; a file that cannot be used is one WARNING."""
+def read_denylist(directory: str, unit: Unit) -> DenylistEntry | None:
+    """Return the entry that excludes a unit, or None; a file that cannot be used is one WARNING."""
     path = task_file(directory, unit)
     content = _content(path)
     if content:
-        return Exclusion(path, _one_line(content))
+        return DenylistEntry(path, _one_line(content))
     path = state_file(directory, unit.job_id)
     content = _content(path)
     if content is None:
@@ -94,11 +94,11 @@ def read_exclusion(directory: str, unit: Unit) -> Exclusion | None:
             MAX_FIRST_LINE_BYTES,
         )
         return None
-    return Exclusion(path, _of_unit(rest, unit)) if unit.task_id in excluded else None
+    return DenylistEntry(path, _of_unit(rest, unit)) if unit.task_id in excluded else None
 
 
 def _content(path: str) -> bytes | None:
-    """Return what a file says, None where it is missing or cannot be used."""
+    """Return a file's content; None where it is missing or cannot be used."""
     try:
         return read_regular_file(path, MAX_FILE_BYTES, follows_symlink=True)
     except FileNotFoundError:
@@ -147,7 +147,7 @@ class SegmentHealthCheck(Check):
     def _examine(self) -> Finding:
         if self._unit is None:
             return Finding("skipped", "no Slurm job: SLURM_JOB_ID is not set, or is no number")
-        found = read_exclusion(self._directory, self._unit)
+        found = read_denylist(self._directory, self._unit)
         if found is None:
             return Finding("healthy")
         said = f": {found.reason}" if found.reason else ""

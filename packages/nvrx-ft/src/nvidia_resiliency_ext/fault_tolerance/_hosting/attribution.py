@@ -176,7 +176,7 @@ class AttributionManager:
 
 
 def state_dir(log_file: str | None, job_id: str | None, run_dir: str) -> str:
-    """Return where a service keeps what it knows: beside its log, of nameless jobs in `run_dir`."""
+    """Return the folder of a service's state: beside its log; of nameless jobs in `run_dir`."""
     name = re.sub(r"[^\w.-]", "_", job_id or "", flags=re.ASCII)[:_LONGEST_NAME]
     if log_file is None or name in {"", ".", ".."}:
         return os.path.join(run_dir, "attribution")
@@ -242,7 +242,7 @@ def _answers() -> bool:
         connection.close()
 
 
-LAST_WORDS_S = 0.3
+DRAIN_S = 0.3
 
 
 @dataclass(eq=False)
@@ -267,8 +267,8 @@ class AttributionWatch:
         self._client: AttributionService | None = None
         self._cycle: int | None = None
         self._has_ended = False
-        # What the client is still to be told: cycles may begin and end before the service answers.
-        self._untold: list[Callable[[AttributionService], object]] = []
+        # Calls for the client that wait: cycles may begin and end before the service answers.
+        self._pending_calls: list[Callable[[AttributionService], object]] = []
         self._is_closed = False
 
     def start(self) -> None:
@@ -293,7 +293,7 @@ class AttributionWatch:
             self._end()
             self._cycle, self._has_ended = cycle, False
             path = cycle_log_file(self.base_log_file, cycle)
-            self._tell(lambda client: client._submit_log(path, cycle))  # noqa: SLF001 - a public name
+            self._request(lambda client: client._submit_log(path, cycle))  # noqa: SLF001 - public
 
     def ended(self, evidence: tuple[str, ...] = ()) -> None:
         """Record that the present cycle is over."""
@@ -301,7 +301,7 @@ class AttributionWatch:
             self._end(evidence)
 
     def close(self, *, asks: bool = True) -> None:
-        """End the service; what is still to be sent has a moment. The cycle ends here if `asks`."""
+        """End the service; pending requests have a moment. Ask for the last verdict if `asks`."""
         with self._lock:
             if self._is_closed:
                 return
@@ -310,21 +310,21 @@ class AttributionWatch:
                 self._end()
             client, self._client = self._client, None
         if client is not None:
-            client.stop_poller(LAST_WORDS_S)
+            client.stop_poller(DRAIN_S)
         self.manager.stop()
 
     def _end(self, evidence: tuple[str, ...] = ()) -> None:
         """Ask for the verdict on the present cycle, once; the lock is held."""
         if self._cycle is not None and not self._has_ended:
             self._has_ended = True
-            self._tell(lambda client: client.request_terminal_analysis(evidence))
+            self._request(lambda client: client.request_terminal_analysis(evidence))
 
-    def _tell(self, call: Callable[[AttributionService], object]) -> None:
+    def _request(self, call: Callable[[AttributionService], object]) -> None:
         """Hand a call to the client once there is one; the lock is held."""
         if self._client is not None:
             call(self._client)
         else:
-            self._untold.append(call)
+            self._pending_calls.append(call)
 
     def _connect_when_ready(self) -> None:
         try:
@@ -355,9 +355,9 @@ class AttributionWatch:
             is_late = self._is_closed
             if not is_late:
                 self._client = client
-                for call in self._untold:
+                for call in self._pending_calls:
                     call(client)
-                self._untold.clear()
+                self._pending_calls.clear()
         if is_late:
             # Nobody else knows of it. Its poller takes the lock.
             client.stop_poller(0.0)

@@ -54,7 +54,7 @@ def token_file(environ: Mapping[str, str], job_token_file: str | None, run_dir: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServicesPlan:
-    """What the host of a job runs beside the store; a launch plan says that, too."""
+    """Name the services that run beside the store; a launch plan can stand for it."""
 
     fault_tol_cfg: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
     logs: LogPlan = field(default_factory=LogPlan)
@@ -208,19 +208,19 @@ class CoordinatorServices:
             reporter.report_cycle_end(cycle)
 
     def end_attribution(self, *, job_goes_on: bool = False) -> None:
-        """End the service and what asks it; a job that goes on is not asked about."""
+        """End the attribution service and its client; of a job that goes on ask for no verdict."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close(asks=not job_goes_on)
 
     def end_cycle_info(self, *, job_goes_on: bool = False) -> None:
-        """Write what is known of cycles, for 2 s at most; an open one ends, or the job goes on."""
+        """Write pending cycle files, for 2 s at most; end an open cycle unless the job goes on."""
         reporter, self._reporter = self._reporter, None
         if reporter is not None:
             reporter.shutdown(ends_cycle=not job_goes_on)
 
     def close(self, *, job_goes_on: bool = False) -> None:
-        """End all, and write what log servers have.
+        """End all services; log servers write the lines that they hold.
 
         Where the job goes on, the cycle is not over, and servers do not wait for nodes, which keep
         what was not confirmed.
@@ -233,7 +233,7 @@ class CoordinatorServices:
 
 
 def evidence_of(cause: Cause | None) -> tuple[str, ...]:
-    """Return what launchers saw of a fault, as lines of a log: workers do not write of it."""
+    """Return a fault as log lines (signal, exit code, hang), which no worker's log holds."""
     if cause is None:
         return ()
     if cause.detected_by == "monitor":

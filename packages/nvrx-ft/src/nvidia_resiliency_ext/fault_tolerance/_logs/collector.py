@@ -31,7 +31,7 @@ _FILE_CLOSE_S = 5.0
 
 
 class CycleLogs:
-    """Collects what workers write; owns the two threads, all pipes and the spill files.
+    """Collect the output of workers; own the two threads, all pipes and the spill files.
 
     A cycle's log is `base_log_file`, an absolute path, with `_cycle<number>` before the extension.
     Without a `funnel`, the log server that keeps the logs, files are written from here. `workers`
@@ -95,7 +95,7 @@ class CycleLogs:
         self.read_own(reading, path)
 
     def read_own(self, fd: int, path: str) -> None:
-        """Write what comes through a pipe into a log, as it is, until `close`."""
+        """Copy the bytes of a pipe into a log, unchanged, until `close`."""
         os.set_blocking(fd, False)
         self._own = self._outlet.open(path)
         self._reader.add(fd, LineAssembler(drops_noise=False), self._own)

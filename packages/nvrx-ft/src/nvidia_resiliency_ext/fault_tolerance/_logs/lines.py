@@ -17,7 +17,7 @@ def cycle_log_file(base_log_file: str, cycle: int) -> str:
 
 
 def rank_prefix(rank: int, world_size: int) -> bytes:
-    """Return what stands before each line of a rank, as wide for all ranks."""
+    """Return the prefix of each line of a rank, of the same width for all ranks."""
     width = len(str(max(world_size - 1, rank)))
     return f"{rank:>{width}}: ".encode()
 

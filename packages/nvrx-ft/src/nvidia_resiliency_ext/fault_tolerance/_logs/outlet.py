@@ -44,7 +44,7 @@ class Record:
 
 
 class Target:
-    """One log and what waits for it; the outlet's, under its lock or in its thread.
+    """One log and its waiting lines; the outlet's, under its lock or in its thread.
 
     From oldest to newest wait: a gap (what was dropped), records in files, parts in memory.
     """
@@ -73,7 +73,7 @@ class Target:
         return bool(self.parts or self.spilled or self.dropped_lines)
 
     def take_notice(self) -> bytes:
-        """Return the line that says what is gone, and forget that."""
+        """Return the line that counts the dropped lines, and reset the counts."""
         said = f"[nvrx] dropped {self.dropped_lines} lines ({self.dropped_bytes} bytes)\n"
         self.dropped_lines = self.dropped_bytes = 0
         return said.encode()
@@ -122,7 +122,7 @@ class Backlog:
         return target
 
     def close(self, target: Target) -> None:
-        """Forget a log and what is left for it."""
+        """Forget a log and its waiting lines."""
         self.targets.remove(target)
         for record in target.spilled:
             os.close(record.fd)
@@ -217,13 +217,13 @@ class Outlet:
             return self._backlog.memory_bytes
 
     def end(self, target: Target) -> None:
-        """Nothing follows to a log: it is closed when all of it is written."""
+        """Close a log, to which nothing follows, when all of it is written."""
         with self._lock:
             target.has_ended = True
             self._schedule(target)
 
     def close(self, timeout_s: float) -> bool:
-        """Write what is left, trying until the time is up; say whether all of it was written."""
+        """Write all remaining lines within `timeout_s`; return whether all of them were written."""
         self._closes_at = time.monotonic() + timeout_s
         self._loop.post(self._end_all)
         self._thread.join(timeout_s + _FIRST_RETRY_S)
@@ -235,7 +235,7 @@ class Outlet:
         return not self._unwritten
 
     def _schedule(self, target: Target) -> None:
-        """Give a log a turn behind the others, unless it has one to come."""
+        """Queue a log behind the others, unless it is queued."""
         if not target.is_scheduled:
             target.is_scheduled = True
             self._loop.post(lambda: self._turn(target))
@@ -285,7 +285,7 @@ class Outlet:
                 self._schedule(target)
 
     def _write(self, target: Target) -> float | None:
-        """Write what a log was given; return when to try again where that fails."""
+        """Write a log's pending bytes; return when to try again after a failure."""
         try:
             if target.file is None:
                 target.file = self._open_log(target.path)

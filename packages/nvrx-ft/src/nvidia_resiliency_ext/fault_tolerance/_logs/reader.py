@@ -104,7 +104,7 @@ class MultiplexingReaderThread(threading.Thread):
         self._order(lambda: self._end(target, at))
 
     def leave(self, target: Target) -> None:
-        """Read what the pipes of `target` hold now, and close them even if a process has them."""
+        """Drain the pipes of `target`, and close them even if a process can still write."""
         self._order(lambda: self._leave(target))
 
     def stop(self, timeout_s: float | None = None) -> None:
@@ -159,7 +159,7 @@ class MultiplexingReaderThread(threading.Thread):
             self._outlet.end(target)
 
     def _leave(self, target: Target) -> None:
-        """Read what the pipes of a log hold and close them, although their writers live."""
+        """Drain and close the pipes of a log, although their writers live."""
         for fd in list(target.pipes):
             for _ in range(_FULL_PIPE_READS):
                 before = self._read_bytes

@@ -145,7 +145,7 @@ class LogServers:
         child.close()
 
     def stop(self, *, at_once: bool = False) -> None:
-        """End them, leaves first, each within its time; what they have is written."""
+        """End the log servers, leaves first, each within its time; each writes its lines."""
         self._is_stopping = True
         left_s = self._nodes_are_back_at - self.clock.monotonic()
         running = [(server, server.child) for server in self._servers if server.child is not None]
@@ -174,7 +174,7 @@ def _end_together(servers: Sequence[tuple[LogServer, Child]], grace_s: float | N
 
 
 def _check_port(host: str, port: int) -> None:
-    """Say early, and by name, that a port is taken, or the address not this machine's."""
+    """Raise early if the port is taken, or the address is not this machine's."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM

@@ -113,7 +113,7 @@ class FunnelSink:
         )
 
     def close(self, timeout_s: float) -> bool:
-        """Wait until the server has everything; what it has not stays in files."""
+        """Wait until the server has all lines; unconfirmed ones stay in spill files."""
         return self._client is None or self._client.close(timeout_s)
 
 
@@ -152,7 +152,7 @@ class GrpcWriterThread(threading.Thread):
         self._files: dict[str, LogFile] = {}
 
     def shutdown(self) -> None:
-        """Let it send what is in the queue now, and end; `join` waits for that.
+        """Let the thread send all queued lines and end; `join` waits for that.
 
         Raises:
             queue.Full: The queue has had no room for 30 s.

@@ -44,8 +44,8 @@ def sweep(
     """
     give_up_at = time.monotonic() + limit_s
     own_group = os.getpgid(0)
-    keepers = (procfs.read_stat(pid) for pid in (os.getpid(), *spared))
-    kept_sessions = {stat.sid for stat in keepers if stat is not None}
+    spared_stats = (procfs.read_stat(pid) for pid in (os.getpid(), *spared))
+    kept_sessions = {stat.sid for stat in spared_stats if stat is not None}
     groups = {pgid for pgid in pgids if pgid > 1 and pgid != own_group}
     quiet_scans = 0
     listed = set(procfs.pids())
@@ -215,7 +215,7 @@ class MonitorHandle:
         self._channel.send(message)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until the monitor listens; what else it says meanwhile is kept for `receive`."""
+        """Wait until the monitor listens; keep its other messages for `receive`."""
         deadline = Deadline.after(timeout_s)
         while not self.is_ready:
             wait_readable(self.fileno(), deadline.remaining())

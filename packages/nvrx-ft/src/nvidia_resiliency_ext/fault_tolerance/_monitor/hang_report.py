@@ -25,7 +25,7 @@ _CANNOT_ANSWER = frozenset("TtDZX?")
 
 @dataclass(slots=True, eq=False)
 class Evidence:
-    """What is learned of a process of a job that hangs; `before` is the first look at its slot."""
+    """Evidence about a process of a hanging job; `before` is the first look at its slot."""
 
     kernel: Kernel
     before: SlotView
@@ -89,7 +89,7 @@ HEALTH_RULES = frozenset({"gpu_health", "nic_health"})  # Broken through no faul
 def plain_states(
     states: Sequence[RankState], stacks: Mapping[int, str | None]
 ) -> list[dict[str, Any]]:
-    """Return what each rank was doing as plain values, with the path of its stacks or None."""
+    """Convert the states of ranks to JSON values, with the path of each rank's stacks or None."""
     return [
         {
             **dataclasses.asdict(state),
@@ -101,7 +101,7 @@ def plain_states(
 
 
 def states_of(plain: Sequence[Mapping[str, Any]]) -> tuple[RankState, ...]:
-    """Return what `plain_states` was made of, but for the stacks."""
+    """Rebuild the states of ranks from the values of `plain_states`, without their stacks."""
     return tuple(
         RankState(
             **{name: value for name, value in rank.items() if name not in _NOT_OF_STATE},
@@ -113,7 +113,7 @@ def states_of(plain: Sequence[Mapping[str, Any]]) -> tuple[RankState, ...]:
 
 
 def found_in_words(report: Mapping[str, Any]) -> str:
-    """Return whom a hang is blamed on and how it was found, or why an unfit rank must end."""
+    """Describe the culprit of a hang and the broken limit, or why an unfit rank was ended."""
     if report["rule"] in HEALTH_RULES:
         return f"rank {report['rank']} on host {report['host']} was ended: {report['reason']}"
     return f"{report['finding']} ({limit_in_words(report)})"
@@ -145,7 +145,7 @@ def cause_kind(report: Mapping[str, Any]) -> str:
 
 
 def describe_evidence(report: Mapping[str, Any], is_kept: Callable[[str], bool]) -> str:
-    """Return what each rank did, a line each; only stacks that `is_kept` are named."""
+    """Describe the activity of each rank, a line each; name only stacks that `is_kept`."""
     lines = [
         f"rank {r['rank']} {r['words']}"
         + (f", stacks: {r['stacks']}" if r["stacks"] and is_kept(r["stacks"]) else "")

@@ -219,7 +219,7 @@ class HotPath:
             self.end_section(section)
 
     def _record_unwatched(self, section: str) -> None:
-        """Say once that a section has no timeout, where others have one."""
+        """Log once that a section has no timeout, where others have one."""
         if section in self._unwatched or not self._index or len(self._unwatched) >= _MAX_UNWATCHED:
             return
         self._unwatched.add(section)
@@ -312,7 +312,7 @@ class HotPath:
                 words[slot.W_FIRST_ITERATION] = iteration
 
     def _flush(self, calc: TimeoutsCalc) -> None:
-        """Put the figures into `calc` as if it had got every event."""
+        """Transfer the measured times to `calc` as if it had received every event."""
         with self._lock:
             if self._heartbeat_first:
                 if calc.count == 0:

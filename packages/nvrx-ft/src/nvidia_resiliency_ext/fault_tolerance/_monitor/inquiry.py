@@ -45,8 +45,8 @@ class Inquiry:
         self._is_decided = False
         self._ending: list[RankSession] = []
         self._held: dict[str, Any] | None = None
-        # What was known at the last look.
-        self._known: dict[RankSession, Evidence] = {}
+        # Of the last look at each.
+        self._evidence: dict[RankSession, Evidence] = {}
         self._states: list[RankState] = []
         self._finding = Finding()
 
@@ -92,12 +92,12 @@ class Inquiry:
             self._close()
 
     def _take_errors(self, errors: dict[int, str] | None) -> None:
-        """Go on with what error files say, or without those that take too long to read."""
+        """Take the messages of error files, or none if they take too long to read; go on."""
         if self._errors is None:
             self._errors = errors or {}
             self._proceed()
 
-    def _act_alone(self) -> None:
+    def _act_without_others(self) -> None:
         """Go on without nodes that do not answer."""
         report, self._held = self._held, None
         if report is not None:
@@ -110,8 +110,8 @@ class Inquiry:
         is_complete = not self._awaited and self._errors is not None
         if not self._is_decided:
             looked_into = (session for session in self._members if session.is_looked_into)
-            self._known = {s: s.evidence for s in looked_into if s.evidence is not None}
-            if self._trigger is None or self._trigger in self._known:
+            self._evidence = {s: s.evidence for s in looked_into if s.evidence is not None}
+            if self._trigger is None or self._trigger in self._evidence:
                 self._states, self._finding = self._look(), Finding()
                 if self._verdict is not None and not self.is_of_health:
                     world_size = self._server.workers.world_size
@@ -126,7 +126,7 @@ class Inquiry:
         """Return whether the verdict is certain and only the others' evidence is still to come."""
         blamed = {r.rank for r in self._finding.culprits}
         return self._finding.confidence is hang_culprit.Confidence.CERTAIN and not any(
-            session.hello.rank in blamed and session in self._awaited for session in self._known
+            session.hello.rank in blamed and session in self._awaited for session in self._evidence
         )
 
     def _close(self) -> None:
@@ -138,7 +138,7 @@ class Inquiry:
                     session.release()
 
     def _look(self) -> list[RankState]:
-        by_rank = {session.port.local_rank: session for session in self._known}
+        by_rank = {session.port.local_rank: session for session in self._evidence}
         errors, workers, host = self._errors or {}, self._server.workers, self._server.host
         states = []
         for local_rank in sorted({*by_rank, *range(len(workers.pgids))}):
@@ -149,7 +149,7 @@ class Inquiry:
                 activity, words = rank_activity.Activity.LEFT, "had left with exit code 0"
             elif local_rank in by_rank:
                 session = by_rank[local_rank]
-                states.append(_state_of(session, self._known[session], host))
+                states.append(_state_of(session, self._evidence[session], host))
                 continue
             else:
                 kernel = rank_activity.inspect_kernel(workers.pgids[local_rank])
@@ -160,33 +160,33 @@ class Inquiry:
 
     def _offset(self) -> int:
         """Return the global rank of local rank 0; without a launcher sessions tell it."""
-        offsets = (session.hello.rank - session.port.local_rank for session in self._known)
+        offsets = (session.hello.rank - session.port.local_rank for session in self._evidence)
         return next(offsets, self._server.workers.rank_offset)
 
     def _plain_states(self) -> list[dict[str, Any]]:
-        stacks = {session.hello.rank: known.stacks_path for session, known in self._known.items()}
+        stacks = {s.hello.rank: evidence.stacks_path for s, evidence in self._evidence.items()}
         return plain_states(self._states, stacks)
 
     def _answer(self) -> None:
         """End the ranks at fault on this node; in a job of several nodes ask the launcher first."""
         trigger, verdict = self._trigger, self._verdict
         if trigger is None or verdict is None:
-            self._server.notify_launcher(messages.RanksSeen(self._plain_states()))
+            self._server.notify_launcher(messages.RankStates(self._plain_states()))
             return
         if trigger.has_gone_on():
             logger.warning("rank %d went on while the ranks were looked at", trigger.hello.rank)
             return
         blamed = {r.rank for r in self._finding.culprits}
-        if not any(session.hello.rank in blamed for session in self._known):
+        if not any(session.hello.rank in blamed for session in self._evidence):
             late = (r.rank for r in self._finding.candidates if r.is_late)
             blamed = {trigger.hello.rank, *late}
-        self._ending = [session for session in self._known if session.hello.rank in blamed]
+        self._ending = [session for session in self._evidence if session.hello.rank in blamed]
         report = self._report(trigger, verdict)
         if self._server.workers.are_all or self.is_of_health:
             self._end(report)
         else:
             self._held = report
-            self._server.loop.call_at(monotonic() + HOLD_S, self._act_alone)
+            self._server.loop.call_at(monotonic() + HOLD_S, self._act_without_others)
             self._server.notify_launcher(messages.HangFound({**report, "is_held": True}))
 
     def _end(self, report: dict[str, Any]) -> None:
@@ -202,9 +202,9 @@ class Inquiry:
         finding, workers = self._finding, self._server.workers
         rank = finding.culprits[0].rank if finding.culprits else trigger.hello.rank
         local_rank = rank - self._offset()
-        first = next((session for session in self._known if session.hello.rank == rank), None)
-        own = None if first is None else self._known[first]
-        signalled = [e.signalled_at for e in self._known.values() if e.signalled_at is not None]
+        first = next((session for session in self._evidence if session.hello.rank == rank), None)
+        own = None if first is None else self._evidence[first]
+        signalled = [e.signalled_at for e in self._evidence.values() if e.signalled_at is not None]
         signalled_at = min(signalled, default=monotonic())
         failed = any(r.activity is rank_activity.Activity.FAILED for r in finding.culprits)
         return {
@@ -258,7 +258,7 @@ def _state_of(session: RankSession, evidence: Evidence, host: str) -> RankState:
 
 
 def _errors_in(files: Sequence[str]) -> dict[int, str]:
-    """Return the first line of what each worker wrote about its failure; may block."""
+    """Return the first line of each worker's error file; may block."""
     written = {local_rank: read_error_file(path) for local_rank, path in enumerate(files)}
     return {
         local_rank: (error.message.strip().splitlines() or [""])[0][:MAX_SHOWN_ERROR]

@@ -35,7 +35,7 @@ class LinkError(Exception):
 
 
 class _AbsentError(LinkError):
-    """Nobody listens, or whoever did is gone: another monitor may be on its way."""
+    """No monitor listens, or the one that did is gone: another may be starting."""
 
 
 @dataclass(eq=False)
@@ -121,7 +121,7 @@ class RankLink:
             self.sock = None
 
     def disown(self) -> None:
-        """In a forked child: drop the inherited socket without a word to the monitor."""
+        """Drop the inherited socket in a forked child; send the monitor nothing."""
         self._closing.set()
         sock, self.sock, self._thread = self.sock, None, None
         if sock is not None:
@@ -212,7 +212,7 @@ class RankLink:
 def _receive_accepted(
     sock: socket.socket, reader: wire.FrameReader, deadline: Deadline, fds: list[int]
 ) -> Accepted:
-    """Return the monitor's answer; `fds` gets what came with it, also when this raises."""
+    """Return the monitor's answer; add its descriptors to `fds`, also when this raises."""
     payloads: list[bytes] = []
     while not payloads:
         limit_s = max(0.001, deadline.remaining())

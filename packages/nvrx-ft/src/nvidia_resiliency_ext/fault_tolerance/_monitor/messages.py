@@ -57,7 +57,7 @@ class WorkersChanged:
 
 @dataclass(frozen=True, slots=True)
 class Examine:
-    """Launcher to monitor: look at all ranks, for a hang on another node; see `RanksSeen`."""
+    """Launcher to monitor: look at all ranks, for a hang on another node; see `RankStates`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class HangFound:
 
 
 @dataclass(frozen=True, slots=True)
-class RanksSeen:
+class RankStates:
     """Monitor to launcher, in answer to `Examine`: `ranks` as in `HangFound`."""
 
     ranks: list[dict[str, Any]]
@@ -172,7 +172,7 @@ class LogLine:
 
 LAUNCHER_MESSAGES = MessageSet(
     Start, CycleChanged, WorkersChanged, Examine, EndRanks, LeaseHeld, Save, Leave, Ready,
-    FirstStep, RankJoined, RankLeft, HangFound, RanksSeen, RankUnkillable, SlotReplaced, LogLine,
+    FirstStep, RankJoined, RankLeft, HangFound, RankStates, RankUnkillable, SlotReplaced, LogLine,
 )  # fmt: skip
 
 

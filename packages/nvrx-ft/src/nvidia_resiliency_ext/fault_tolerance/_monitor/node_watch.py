@@ -46,7 +46,7 @@ class NodeWatch:
             logger.warning("GPUs and network cards are not watched: %s", error)
 
     def close(self) -> None:
-        """End soon; a check that hangs is left behind."""
+        """End soon; a check that hangs is abandoned."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(STOP_WAIT_S)

@@ -55,7 +55,7 @@ class RestartLines:
             self.next_check = now + self._interval_s if self._machine.is_restarting() else None
 
     def check(self, now: float) -> None:
-        """Write that a restart still lasts, if it is time."""
+        """Log at intervals that a restart is still running."""
         if self._machine is not None and self.next_check is not None and self.next_check <= now:
             self._machine.periodic_restart_check()
             self.next_check = now + self._interval_s
@@ -94,7 +94,7 @@ class RankPort:
         )
 
     def next_wake(self) -> float | None:
-        """When `tick` has something to do, on the monotonic clock."""
+        """Return the monotonic time at which `tick` must run next, or None."""
         times = [self.lines.next_check, self._refusals.next_check]
         if self.session is not None:
             times.append(self.session.wake_at)

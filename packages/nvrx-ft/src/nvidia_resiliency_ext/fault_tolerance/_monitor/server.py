@@ -77,7 +77,7 @@ class MonitorServer:
         return self._is_told_to_leave or self._is_launcher_gone
 
     def announce(self) -> None:
-        """Tell the launcher that ranks may connect, and begin to listen to it."""
+        """Announce to the launcher that ranks may connect, and start reading its messages."""
         if self._launcher is not None:
             self._launcher.send(messages.Ready(), [port.memory.fd for port in self.ports])
             self._watch_launcher()

@@ -186,7 +186,7 @@ class RankSession:
         return view
 
     def wake(self) -> None:
-        """Do what is due at `wake_at`, or because limits changed."""
+        """Run the next step of the session's phase: check limits, save stacks, signal, kill."""
         view, now = self.look(), monotonic()
         match self.phase:
             case Phase.LIVE | Phase.SUSPECT:
@@ -306,7 +306,7 @@ class RankSession:
         return evaluate(view, self.limits, self.started, monotonic() + LATE_MARGIN_S)
 
     def has_gone_on(self) -> bool:
-        """Return whether the rank keeps the limit now that it had broken."""
+        """Return whether the rank now keeps the limit that it had exceeded."""
         verdict, broken = self.verdict, self.broken(self.look())
         if verdict is None or verdict.reason:
             return False

@@ -82,7 +82,7 @@ NO_STEPS = Steps(None, 0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class SlotView:
-    """What one look at a slot showed; times in seconds of the monotonic clock."""
+    """Content of a slot at one moment; times in seconds of the monotonic clock."""
 
     session_id: int
     session_start: float | None

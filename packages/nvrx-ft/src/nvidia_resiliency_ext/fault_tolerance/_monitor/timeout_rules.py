@@ -6,7 +6,7 @@ only while a session is open:
 
 1. `initial_heartbeat`: no heartbeat yet since the session began;
 2. `heartbeat`: the last heartbeat is too old;
-3. `section`: an open section is too old; each one is judged on its own. During the first
+3. `section`: an open section is too old; each one is evaluated on its own. During the first
    iterations a timeout named `warmup` stands in for the one of `step`;
 4. `out_of_section`: no section open for too long. Off while section timeouts are configured, none
    is called `warmup`, and `step` was not opened yet: start-up is then not limited.
@@ -31,7 +31,7 @@ _PLAIN_LIMITS = frozenset({_INITIAL, _HEARTBEAT, _OUTSIDE})
 
 
 def change_limits(config: MutableMapping[str, Any], changes: Mapping[str, Any]) -> str | None:
-    """Change timeouts of a configuration in place, or return what is wrong with them."""
+    """Change timeouts of a configuration in place, or return the problem of `changes`."""
     plain = dict(changes)
     sections = plain.pop(_SECTIONS, None) or {}
     unknown = sorted(plain.keys() - _PLAIN_LIMITS)
@@ -57,7 +57,7 @@ def _is_limit(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A rule that a rank broke, and since when; `reason` is what a health check said."""
+    """A rule that a rank broke, and since when; `reason` is that of a health check."""
 
     rule: str
     section: str | None
@@ -94,7 +94,7 @@ def next_look(view: SlotView, limits: Mapping[str, Any], session_start: float, n
 
 
 def _running(view: SlotView, limits: Mapping[str, Any], session_start: float) -> Iterator[Verdict]:
-    """Yield every limit that is running now, as the verdict it will be when it expires."""
+    """Yield a verdict for every running limit, as it will hold when that limit expires."""
     start = view.session_start or session_start
     sections_s = limits[_SECTIONS]
 

@@ -29,7 +29,7 @@ ORPHANS_NEED_NO_PIPES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogPlan:
-    """Where output goes beyond what torchrun knows."""
+    """Destinations of output that torchrun does not have: cycle logs, log servers."""
 
     applog_prefix: str | None = None  # of one file per cycle for the workers' output; None: off
     launcher_log_file: str | None = None  # None: the launcher's own output stays
@@ -103,7 +103,7 @@ def log_plan(args: argparse.Namespace) -> LogPlan:
 
 
 def agreed_on_logs(logs: LogPlan) -> dict[str, str]:
-    """Return, by flag, what nodes and the host of their log servers must have been given alike."""
+    """Return, by flag, the values that must be equal on all nodes and the host of log servers."""
     if logs.server is None:
         return {}
     agreed = {
@@ -116,7 +116,7 @@ def agreed_on_logs(logs: LogPlan) -> dict[str, str]:
 
 
 def stream_warnings(plan: LogPlan, args: argparse.Namespace) -> list[str]:
-    """Return what should be said once about what has no effect."""
+    """Return a warning that names the output flags without effect in this plan."""
     filters = [name for name in _FILTERS if getattr(args, name)]
     if plan.applog_prefix is not None:
         choices = (("redirects", "0"), ("tee", "0"), ("local_ranks_filter", ""))

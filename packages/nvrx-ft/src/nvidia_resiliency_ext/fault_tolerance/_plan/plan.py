@@ -100,7 +100,7 @@ class LaunchPlan(LaunchConfig):
 
 
 def log_warnings(plan: LaunchPlan) -> None:
-    """Log what a plan wants to be said, once per launch."""
+    """Log the warnings of a plan, once per launch."""
     for text in plan.warnings:
         logging.getLogger("nvrx").warning("%s", text)
 
@@ -258,7 +258,7 @@ def _output(args: argparse.Namespace, nproc: int) -> OutputSettings:
 
 
 def _output_specs(args: argparse.Namespace, output: OutputSettings) -> OutputSpecs:
-    """Return what `--logs-specs` makes. Raises ValueError: nothing that can be used."""
+    """Load the specification that `--logs-specs` names. Raises ValueError: it cannot be used."""
     specs = load_specs(
         args.logs_specs,
         log_dir=args.log_dir,
@@ -360,7 +360,7 @@ def _numa(
 
 
 def missing_hook(command: str | None, environ: Mapping[str, str]) -> list[str]:
-    """Return what keeps the command that is notified of bad nodes from running."""
+    """Return a problem if the program of `--ft-bad-node-hook` cannot be run."""
     if command is None:
         return []
     import shlex
@@ -370,7 +370,7 @@ def missing_hook(command: str | None, environ: Mapping[str, str]) -> list[str]:
 
 
 def _workers_stop_timeout_s(args: argparse.Namespace, environ: Mapping[str, str]) -> float:
-    """Return what our flag says, else torch's newer name for the same, else torch's variable."""
+    """Return the stop timeout from our flag, else torch's newer flag, else torch's variable."""
     given = environ.get(_env.SHUTDOWN_TIMEOUT)
     if "workers_stop_timeout" not in _given(args):
         if args.shutdown_timeout is not None:

@@ -23,7 +23,7 @@ def write_settings(host: str, settings: Mapping[str, str]) -> str:
 
 
 def read_settings(text: str) -> dict[str, str]:
-    """Return what `write_settings` wrote. Raises ForeignValueError: it is anything else."""
+    """Parse the text of `write_settings`. Raises ForeignValueError: the text is anything else."""
     try:
         settings = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -129,14 +129,14 @@ _Name = TypeVar("_Name", str, int)
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """By how much a clock is ahead of the one that it was read with: `ahead_s`, give or take."""
+    """Offset of a clock from the reader's: `ahead_s`, plus or minus `give_or_take_s`."""
 
     ahead_s: float
     give_or_take_s: float = 0.0
 
 
 def read(stamp: float, not_before: float, not_after: float) -> Reading:
-    """Return what a stamp tells that was written between two moments of the reader's clock."""
+    """Return a clock's offset by a stamp that was written between two moments of the own clock."""
     return Reading(
         ahead_s=stamp - (not_before + not_after) / 2, give_or_take_s=(not_after - not_before) / 2
     )

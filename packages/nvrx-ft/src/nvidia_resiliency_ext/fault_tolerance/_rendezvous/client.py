@@ -52,7 +52,7 @@ class _Order:
 
 
 def _is_first(entry: Entry) -> bool:
-    """Whether no round has been closed: the host can still refuse the job as a whole."""
+    """Return whether no round was closed yet: the coordinator can still refuse the whole job."""
     return entry.phase is Phase.OPEN and entry.round == 0
 
 
@@ -123,7 +123,7 @@ class NodeClient:
     def submit(self, command: _Command, *, is_urgent: bool = False) -> None:
         """Do `command` in the session's thread, after those before it.
 
-        What `is_urgent` is also done before a new host has said how the job goes on: last words.
+        An `is_urgent` one, such as a departure notice, does not wait for a new host's decision.
         """
         self._commands.put(_Order(command, is_urgent=is_urgent))
 
@@ -176,7 +176,7 @@ class NodeClient:
                 store.close()
 
     def _may_come_back(self, session: NodeSession | None, tries: int, *, is_late: bool) -> bool:
-        """Whether another store may follow: where a control plane serves it."""
+        """Return whether another store may follow this lost one, as under a control plane."""
         if self._ended.is_set():
             return False
         if session is not None:
@@ -305,7 +305,7 @@ class NodeClient:
             self.confirmed_at = self._clock.monotonic()
 
     def _check_lease(self, session: NodeSession) -> None:
-        """Never renew an expired lease, though the store would take it: others are in its place."""
+        """Raise if the lease has expired: the store would renew it, but the node may be lost."""
         confirmed = self.confirmed_at
         if confirmed is None or session.entry.phase is Phase.OVER:
             return
@@ -326,7 +326,7 @@ class NodeClient:
         self.confirmed_at = sent_at
 
     def _differences(self, store: JobStore) -> str:
-        """Leave this launcher's settings if it is the first; say how they differ from others'."""
+        """Publish this launcher's settings if none are there; describe how others' differ."""
         of_control = store.peek(keys.CONTROL_SETTINGS)
         self._is_controlled = of_control is not None
         own, host = self._settings.must_agree, self._settings.arrival.host
@@ -336,7 +336,7 @@ class NodeClient:
         return f"launchers were started differently: {'; '.join(different)}" if different else ""
 
     def _first_settings(self, store: JobStore) -> dict[str, str]:
-        """Leave this launcher's settings if it is the first; return those of the first one.
+        """Publish this launcher's settings if none are there; return those of the first launcher.
 
         Raises ForeignValueError: this launcher has another token than the job.
         """

@@ -43,7 +43,7 @@ _BROKEN = (WorkerState.UNHEALTHY, WorkerState.FAILED, WorkerState.UNKNOWN)
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorRules:
-    """What the host goes by. Times are seconds."""
+    """Rules of the coordinator's decisions. Times are seconds."""
 
     placement: PlacementRules
     budget: Budget
@@ -56,7 +56,7 @@ class CoordinatorRules:
 
 @dataclass(slots=True)
 class Memory:
-    """What the host remembers beyond the present round. Times are of its monotonic clock."""
+    """State that the coordinator keeps between rounds. Times are of its monotonic clock."""
 
     active: tuple[Arrival, ...] = ()  # With a place in the last closed round, by rank.
     spares: frozenset[str] = frozenset()
@@ -70,7 +70,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the store says at one moment, `now` (monotonic s), and what it is judged by."""
+    """The store's content at `now` (monotonic s), with the rules and the memory to evaluate it."""
 
     rules: CoordinatorRules
     memory: Memory
@@ -106,7 +106,7 @@ def arrived(messages: tuple[NodeMessage, ...]) -> dict[str, Arrival]:
 
 
 def carried_over(memory: Memory, messages: tuple[NodeMessage, ...]) -> Memory:
-    """Return what is remembered into the next round, with all messages of the one that ends."""
+    """Return the memory for the next round, updated by all messages of the round that ends."""
     active = {member.node for member in memory.active}
     return dataclasses.replace(
         memory,
@@ -197,7 +197,7 @@ def nodes_gone(messages: tuple[NodeMessage, ...]) -> frozenset[str]:
 def place_all(
     view: View, there: Mapping[str, Arrival], blamed: frozenset[str]
 ) -> Placement | NotEnough:
-    """Return who works; hosts that somebody named or that failed again and again only if needed.
+    """Choose the nodes that work; take denied hosts and repeatedly failing ones only if needed.
 
     Raises PlacementError: these nodes cannot work together.
     """
@@ -232,7 +232,7 @@ def place_all(
 
 
 def _last_call(view: View, result: Placement, late: list[str], absent: list[Arrival]) -> str:
-    """Return for whom the round is kept open although there are enough nodes, or ''."""
+    """Return the nodes for which a round with enough nodes stays open, in words, or ''."""
     placement = view.rules.placement
     may_be_more = placement.elastic and len(result.active) < placement.max_nodes
     if may_be_more and (absent or late or not view.memory.active):
@@ -272,7 +272,7 @@ def _while_closed(view: View) -> Decision:
 
 
 def _hang(view: View) -> Entry | None:
-    """Return the next step towards the culprit of a hang: who broke a limit may only wait for it.
+    """Return the next decision on a hang: ask nodes for their ranks' states, or name the culprit.
 
     What is certain is not waited for: a stopped rank is to blame, whatever the others do.
     """
@@ -357,7 +357,7 @@ def _goes_on_without(view: View) -> Cause | None:
 
 
 def losses(view: View) -> tuple[NodeMessage, ...]:
-    """Return what nobody has said yet: the nodes of a closed round that are lost."""
+    """Return a message for each lost node of a closed round that has none yet."""
     if view.entry.phase is not Phase.CLOSED:
         return ()
     limit, states = expiry_s(view.rules), _states(view.memory, view.messages)

@@ -317,7 +317,7 @@ class Coordinator:
         return self.clock.monotonic()
 
     def _close_round(self, placement: Placement) -> None:
-        """Tell everybody their place; who arrives from here on is a spare.
+        """Write the rank assignments; nodes that arrive from here on are spare nodes.
 
         Nodes learn from their place alone who is in the round, so there cannot be two views of it.
         """
@@ -353,13 +353,13 @@ class Coordinator:
             self._is_last_call = False
             # From here on nobody who works counts as lost only because nobody has looked.
             self._read_leases()
-            waiting = (*placement.standby, *placement.excluded)
+            waiting = (*placement.spare, *placement.excluded)
             self.begins(closed.round, placement.active, waiting)
 
     def _report_named(self, placement: Placement) -> None:
         """Log named nodes that work all the same, and report each named node once."""
         why = self.denylist.why
-        for node in (*placement.active, *placement.standby, *placement.excluded):
+        for node in (*placement.active, *placement.spare, *placement.excluded):
             name = next((n for n in why if is_named(node.host, node.addr, [n])), None)
             if name is None or name not in self._memory.excluded:
                 continue

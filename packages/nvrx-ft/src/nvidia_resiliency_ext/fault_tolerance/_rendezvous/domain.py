@@ -45,7 +45,7 @@ def nvlink_domain(timeout_s: float = 60.0) -> str:
 
 
 def _ask(timeout_s: float) -> tuple[ExitStatus | None, bytes]:
-    """Return how `nvidia-smi` ended, None where it did not, and what it wrote."""
+    """Run `nvidia-smi`; return its exit status, None after `timeout_s`, and its output."""
     # A file and not a pipe: nobody has to read while it runs.
     with tempfile.TemporaryFile() as output:
         with start_child(

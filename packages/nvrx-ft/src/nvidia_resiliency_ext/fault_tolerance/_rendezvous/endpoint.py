@@ -92,7 +92,7 @@ def wait_until_reachable(  # noqa: PLR0913 - named, and each of them a fact of i
 
 
 def _also(host: str, port: int) -> str:
-    """Return the addresses that a name means here, for people who look for a wrong one."""
+    """Return the addresses of a host name on this machine, as part of an error message."""
     with contextlib.suppress(EndpointError):
         found = sorted({address for _, (address, _) in _addresses(host, port)} - {host})
         if found:

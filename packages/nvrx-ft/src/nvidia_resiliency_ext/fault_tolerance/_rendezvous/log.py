@@ -74,11 +74,11 @@ class ResumeState:
     entry: records.Entry
     members: tuple[records.NodeMessage, ...]
     spares: tuple[records.NodeMessage, ...] = ()
-    gone: tuple[records.NodeMessage, ...] = ()  # Last words of nodes that left; none is a spare.
+    gone: tuple[records.NodeMessage, ...] = ()  # Departure notices; none of a spare node.
 
 
 def resume_state_from(messages: tuple[records.NodeMessage, ...]) -> ResumeState | None:
-    """Return what launchers reported of a lost store, or None if none has."""
+    """Return the state of a lost store from the launchers' reports, or None without a report."""
     resumed = [n for n in messages if n.kind is records.Kind.RESUMED and n.entry is not None]
     if not resumed:
         return None
@@ -149,6 +149,6 @@ def read_members(store: JobStore, round_: int) -> list[RoundMember]:
 
 
 def read_messages(store: JobStore, round_: int) -> tuple[records.NodeMessage, ...]:
-    """Return what nodes have sent the coordinator in a round, as far as it is this job's."""
+    """Return the messages of nodes to the coordinator in a round; others' lines are left out."""
     read = partial(records.decode, records.NodeMessage)
     return tuple(store.lines(keys.messages(round_), 0, read)[0])

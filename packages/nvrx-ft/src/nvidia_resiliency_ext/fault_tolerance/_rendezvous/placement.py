@@ -93,7 +93,7 @@ def check_texts(node: Arrival) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRules:
-    """What the job wants; the same on all nodes. Raises ValueError: it can never be fulfilled."""
+    """The job's demands on nodes, the same on all. Raises ValueError: they can never be met."""
 
     min_nodes: int  # How many nodes train; with `elastic` the fewest.
     max_nodes: int  # With `elastic` the most; more may arrive and stand by.
@@ -124,10 +124,10 @@ class PlacementRules:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Who trains and who stands by."""
+    """The nodes that train, spare nodes and excluded nodes."""
 
     active: tuple[Arrival, ...]  # The index is the group rank.
-    standby: tuple[Arrival, ...]  # Numbered on from there, in this order.
+    spare: tuple[Arrival, ...]  # Numbered on from there, in this order.
     excluded: tuple[Arrival, ...]  # Of unhealthy or incomplete replacement groups; numbered last.
     why_excluded: str = ""  # What is wrong with these groups.
 
@@ -148,7 +148,7 @@ class NotEnough:
 def place(
     nodes: Iterable[Arrival], rules: PlacementRules, unhealthy_groups: Collection[str] = frozenset()
 ) -> Placement | NotEnough:
-    """Return who is active, with which rank; the order of `nodes` does not matter.
+    """Assign group ranks to active nodes; the order of `nodes` does not matter.
 
     Raises PlacementError: two nodes claim one place, or a node lacks what segments need.
     """
@@ -202,7 +202,7 @@ def place(
     taken = set(node_by_rank)
     return Placement(
         active=tuple(usable[index] for index in node_by_rank),
-        standby=tuple(one for index, one in enumerate(usable) if index not in taken),
+        spare=tuple(one for index, one in enumerate(usable) if index not in taken),
         excluded=tuple(excluded),
         why_excluded=why,
     )
@@ -251,10 +251,10 @@ def few(texts: Sequence[str], most: int = 8, *, separator: str = ", ") -> str:
 
 
 def summary(placement: Placement) -> str:
-    """Return one line: `4 active: node[001-004]; 1 standby: node007; 1 excluded: node6 (why)`."""
+    """Return one line: `4 active: node[001-004]; 1 spare: node007; 1 excluded: node6 (why)`."""
     parts = [
         _count(placement.active, "active"),
-        _count(placement.standby, "standby"),
+        _count(placement.spare, "spare"),
         _count(placement.excluded, "excluded"),
     ]
     why = placement.why_excluded

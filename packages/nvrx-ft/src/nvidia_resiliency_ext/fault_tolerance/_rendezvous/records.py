@@ -43,7 +43,7 @@ class Phase(enum.Enum):
 
 
 class WorkerState(enum.Enum):
-    """What a node says of its workers; UNKNOWN is said of a node that is lost."""
+    """State of a node's workers as the node reports it; UNKNOWN stands for a lost node."""
 
     HEALTHY = "healthy"
     UNHEALTHY = "unhealthy"
@@ -53,7 +53,7 @@ class WorkerState(enum.Enum):
 
 
 class Kind(enum.Enum):
-    """What a message to the rendezvous host is about."""
+    """Subject of a message to the coordinator."""
 
     ARRIVED = "arrived"
     STATE = "state"
@@ -78,7 +78,7 @@ class HangStage(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A node that offers itself for a round, and what its place depends on."""
+    """A node that offers itself for a round, with the facts that its rank depends on."""
 
     node: str
     addr: str
@@ -129,7 +129,7 @@ class Entry:
         return dataclasses.replace(self, **{"seq": self.seq + 1, "by": by, **fields})
 
     def next(self, by: str, phase: Phase, round_: int, **fields: Any) -> Entry:
-        """Return the decision after this one: of this one it keeps what holds for the whole job."""
+        """Return the decision after this one, with those of its fields that hold for the job."""
         kept = {name: getattr(self, name) for name in _OF_THE_JOB}
         return Entry(self.seq + 1, phase, round_, by=by, **kept, **fields)
 
@@ -140,7 +140,7 @@ class Entry:
         return self.next(by, Phase.OVER, self.round, reason=reason, cause=cause)
 
     def follows(self, before: Entry) -> bool:
-        """Whether it says anything that `before` does not: a round taken up may say the same."""
+        """Return whether this entry decides more than `before`; that of a resumed round may not."""
         return self._says() != before._says()
 
     def _says(self) -> tuple[object, ...]:
@@ -223,7 +223,7 @@ def _printable(value: object) -> str:
 
 
 def _cut(value: Any, limit: int) -> Any:
-    """Return a value with its texts cut, and of a cause's details what is plain and small."""
+    """Return a value with its texts cut, and with only the plain, small details of a cause."""
     if isinstance(value, str):
         return value[:limit].encode("utf-8", "replace").decode()
     if isinstance(value, (int, float)) and not _is_plain(value):

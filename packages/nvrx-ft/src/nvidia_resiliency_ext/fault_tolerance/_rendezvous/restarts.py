@@ -98,7 +98,7 @@ class Denylist:
         self.why: Mapping[str, str] = {}  # Replaced as a whole: who reads it holds one state.
 
     def add(self, hosts: Iterable[str], why: str) -> None:
-        """Name hosts; what is known already stays as it is."""
+        """Add hosts to the denylist; existing entries keep their reason."""
         with self._lock:
             new = [host for host in hosts if host not in self.why]
             self.why = {**dict.fromkeys(new, why), **self.why}

@@ -26,14 +26,14 @@ class _Decided:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed(_Decided):
-    """This node has a place in a closed round."""
+class RankAssigned(_Decided):
+    """This node has a rank assignment in a closed round."""
 
     assignment: RankAssignment
 
 
 class SpareNode(_Decided):
-    """The round closed without a place for this node; it waits for the next."""
+    """The round closed without a rank assignment for this node; it waits for the next."""
 
 
 class Opened(_Decided):
@@ -65,7 +65,7 @@ class Lost:
     is_replaced: bool = False
 
 
-SessionEvent = Placed | SpareNode | Opened | Leaves | Hung | Over | Lost
+SessionEvent = RankAssigned | SpareNode | Opened | Leaves | Hung | Over | Lost
 
 
 class NodeSession:
@@ -136,11 +136,11 @@ class NodeSession:
         return None
 
     def renew_lease(self) -> None:
-        """Say that this node lives; when it returns, the store knows."""
+        """Renew this node's lease, and return when the store has it."""
         self.store.count(keys.lease(self.node), 1)
 
     def acknowledge(self) -> None:
-        """Say that this node has seen that a round was opened: it stops its workers."""
+        """Acknowledge an opened round: this node stops its workers."""
         self._append(NodeMessage(Kind.ACKNOWLEDGED, self.node), self.entry.round)
 
     def arrive(self, arrival: Arrival) -> bool:
@@ -159,7 +159,7 @@ class NodeSession:
         return True
 
     def take(self, entry: Entry) -> SessionEvent | None:
-        """Record a decision; return what it means for this node."""
+        """Record a decision; return the event that follows for this node, if any."""
         notified = self._notified
         if notified is not None and entry.seq <= notified.seq:
             return None
@@ -189,7 +189,7 @@ class NodeSession:
         return None if entry.hang else self._part_in(entry)
 
     def _part_taken_up(self, entry: Entry, before: Entry) -> SessionEvent | None:
-        """Return what a closed round of another host means, after that closed one of the lost."""
+        """Return this node's event after a new coordinator took up the closed round `before`."""
         if not self._works_in(before):
             return None if entry.round == before.round else SpareNode(entry)
         if self._works_in(entry) and self._read_assignment() == self._assignment:
@@ -204,7 +204,7 @@ class NodeSession:
         return None if text is None else records.decode(RankAssignment, text)
 
     def _leaves(self, entry: Entry) -> Leaves | None:
-        """Return what a round that is left means for this node: nothing for a spare."""
+        """Return the event that ranks must save and leave; None for a spare node."""
         return Leaves(entry) if self._works_in(entry) else None
 
     def _works_in(self, entry: Entry) -> bool:
@@ -215,7 +215,7 @@ class NodeSession:
         if assignment is None or assignment.round != entry.round:
             return SpareNode(entry)
         self._assignment = assignment
-        return Placed(entry, assignment)
+        return RankAssigned(entry, assignment)
 
     def open_next(self, round_: int, cause: Cause) -> None:
         """Open the round after `round_`, unless that has happened or the job is over."""
@@ -246,7 +246,7 @@ class NodeSession:
             self.send(Kind.LEFT)
 
     def succeeded(self, round_: int) -> None:
-        """Say that all workers of this node ended well in `round_`; the last one wakes the host."""
+        """Record that this node's workers ended well in `round_`; the last node sends a notice."""
         if not self._is_in(round_):
             return
         self._append(NodeMessage(Kind.STATE, self.node, state=WorkerState.SUCCEEDED), round_)
@@ -257,7 +257,7 @@ class NodeSession:
         self.store.put(keys.NOTIFY, "1")
 
     def confirm(self) -> None:
-        """Return when the store has taken what was sent; it answers no write, but in order."""
+        """Wait until the store has taken all earlier writes, by a read that it answers in order."""
         self.store.has(keys.NOTIFY)
 
     def _append(self, message: NodeMessage, round_: int) -> None:
@@ -271,14 +271,14 @@ class NodeSession:
             self._said[message.kind] = message
 
     def _say_it_is_there(self, round_: int) -> None:
-        """Tell another host of a closed round that it has this node as a spare, or has it not."""
+        """Announce this node, as a spare or as left, to a new coordinator of a closed round."""
         if self._left is not None or self._arrival is not None:
             arrived = NodeMessage(Kind.ARRIVED, self.node, arrival=self._arrival)
             self._append(self._left or arrived, round_)
             self.notify()
 
     def _say_again(self, round_: int) -> None:
-        """Tell another host what this node said of a round that goes on."""
+        """Send a new coordinator this node's messages of a round that goes on."""
         said = tuple(self._said.values()) if round_ == self._said_in else ()
         if self._left is not None:
             said = (*said, self._left)

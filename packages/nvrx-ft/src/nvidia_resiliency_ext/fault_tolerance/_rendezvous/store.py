@@ -171,7 +171,7 @@ class JobStore:
         self._call("append", self._name(key), self._seal(key, text) + "\n")
 
     def lines(self, key: str, offset: int, read: Callable[[str], _T]) -> tuple[list[_T], int]:
-        """Return what `read` makes of the lines of `key` from `offset` on, and the next offset.
+        """Return the lines of `key` from `offset` on, parsed by `read`, and the next offset.
 
         A line that is not this job's, or none for `read`, is named in the log, once, and left out.
         Raises ForeignValueError: there is less than was read before.

@@ -54,7 +54,7 @@ class CycleInfo:
 
     @classmethod
     def from_json(cls, data: bytes) -> CycleInfo:
-        """Return what a file says."""
+        """Parse the JSON of a cycle file. Raises ValueError."""
         try:
             fields = json.loads(data)
             return cls(**{**fields, "generation": int(fields["generation"])})
@@ -279,7 +279,7 @@ def _replace_link(target: str, path: str) -> None:
 
 @dataclass(frozen=True)
 class CycleInfoRoundSnapshot:
-    """What a complete rendezvous says about a cycle.
+    """Nodes, ranks and log of a cycle after its rendezvous.
 
     Attributes:
         cycle_number: The cycle.
@@ -347,7 +347,7 @@ class CycleInfoReporter:
         if not log_file and self._cycle_log_prefix:
             log_file = cycle_log_file(self._cycle_log_prefix, snapshot.cycle_number)
         nodes, ranks = _in_order(snapshot)
-        standby = [infra.short_host(address) for address in snapshot.standby_node_addrs or ()]
+        spares = [infra.short_host(address) for address in snapshot.standby_node_addrs or ()]
         return self._writer.write_cycle_start(
             job_id=self._job_id,
             attempt_index=self._attempt_index,
@@ -355,7 +355,7 @@ class CycleInfoReporter:
             cycle_start_time=utc_iso_now(),
             cycle_log_file=log_file,
             active_nodes=infra.hostnames_to_slurm_nodelist(nodes),
-            standby_nodes=infra.hostnames_to_slurm_nodelist(standby),
+            standby_nodes=infra.hostnames_to_slurm_nodelist(spares),
             active_ranks=infra.ranks_to_range_str(ranks),
             **_if_set(goes_on=goes_on),
         )
@@ -376,7 +376,7 @@ class CycleInfoReporter:
         return self._writer.update_cycle_end(job_id, attempt_index, ended, utc_iso_now(), **once)
 
     def shutdown(self, *, ends_cycle: bool = True) -> None:
-        """Write what is queued, for 2 s at most; with `ends_cycle` also the open cycle's end."""
+        """Write queued cycle files, for 2 s at most; with `ends_cycle` end the open cycle."""
         with self._lock:
             self._open_cycle = None
         if ends_cycle:

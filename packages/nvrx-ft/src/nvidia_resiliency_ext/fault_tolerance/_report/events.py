@@ -159,7 +159,7 @@ class EventReporter:
         failures: Iterable[Failure],
         last_iteration: int | None,
     ) -> None:
-        """Record why a cycle ends and what follows."""
+        """Record the cause of a cycle's end, and the outcome."""
         if self._fault is not None and self._fault[1] is Outcome.RESTART:
             # The restart it promised does not come: this is what comes instead.
             self._write_failure(self._cycle)
@@ -230,9 +230,9 @@ class EventReporter:
             logger.error("stopping for good, no restart left%s: %s", hint, cause.what)
 
     def _speaks_of(self, cause: Cause) -> bool:
-        """Return whether this node is the one that records a hang which all nodes judged."""
+        """Return whether this node is the one that records a hang that all nodes evaluated."""
         if "limit_words" not in cause.detail:
-            return False  # one monitor judged it alone, and has recorded it
+            return False  # one monitor evaluated it, and has recorded it
         return cause.local_rank is not None or (cause.rank is None and self._rank_offset == 0)
 
     def _show_stacks(self, cause: Cause) -> None:
@@ -250,7 +250,7 @@ class EventReporter:
         self.record_phase("stop", self._durations()["stop_s"])
 
     def node_checked(self, results: Iterable[health_check.HealthResult]) -> None:
-        """Record what health checks found: failures, and what differs from the time before."""
+        """Record failed health checks, and checks whose result changed since the last time."""
         for result in results:
             word = _HEALTH_WORDS[result.status]
             if result and self._health.get(result.name) == word:
@@ -293,12 +293,12 @@ class EventReporter:
         log("job ended with exit code %d: %s (%s)", code, result, restarts)
 
     def record_phase(self, name: str, seconds: float | None) -> None:
-        """Record how long a part of a restart took; nothing where it did not happen."""
+        """Record the duration of a phase of a restart; None records nothing."""
         if seconds is not None:
             self._record(events.Phase(name=name, dur_s=seconds))
 
     def _record_at(self, at: float, event: events.Event, local_rank: int) -> None:
-        """Record what happened at `at` (monotonic s) and was learned later."""
+        """Record an event that happened at `at` (monotonic s) and was noticed later."""
         self.log.record(
             event,
             cycle=self._cycle,

@@ -45,7 +45,7 @@ class Failure:
 
     @property
     def time(self) -> float:
-        """When it failed, as exactly as is known (unix s)."""
+        """Return the time of the failure (unix s): the worker's own, else when it was noticed."""
         if self.error is not None and self.error.timestamp is not None:
             return self.error.timestamp
         return self.seen_at
@@ -61,7 +61,7 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
 
 
 def cause_of(failure: Failure) -> Cause:
-    """Say in one line, and in fields, what happened to a worker."""
+    """Return the cause of a worker's failure, as one line and as fields."""
     if failure.hang:
         return hang_cause(failure.hang)
     kind, where = "exited", f"rank {failure.rank} on host {failure.host}"
@@ -89,7 +89,7 @@ def cause_of(failure: Failure) -> Cause:
 
 
 def hang_cause(hang: Mapping[str, Any]) -> Cause:
-    """Say in one line, and in fields, what a monitor's report means for the cycle.
+    """Return the cause of a hang from a monitor's report, as one line and as fields.
 
     Where nobody can be blamed the cause names no rank and no host: none is held against it.
     """
@@ -188,7 +188,7 @@ class FailureLog:
 
 
 def hand_up_error_file(source: str | None, environ: Mapping[str, str]) -> None:
-    """Copy the root cause's error file to the launcher's own, for who started it as `@record`."""
+    """Copy the root cause's error file to the launcher's own, if a `@record` started it."""
     target = environ.get("TORCHELASTIC_ERROR_FILE")
     if not target or source is None:
         return

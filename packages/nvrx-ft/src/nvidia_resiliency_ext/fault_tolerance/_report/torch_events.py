@@ -25,7 +25,7 @@ logger = logging.getLogger("nvrx")
 NO_HANDLER = "null"
 # Others are known to a torch that a site has changed.
 _BUILT_IN = frozenset({NO_HANDLER, "console", "dynamic_rendezvous"})
-LAST_WORDS_S = 60.0
+DRAIN_S = 60.0
 
 
 def check_handler(name: str) -> None:
@@ -59,34 +59,34 @@ class TorchEvents:
         self._thread: threading.Thread | None = None
 
     def started(self, assignment: Assignment, pids: Mapping[int, int]) -> None:
-        """Tell of the workers of a cycle, which run now."""
+        """Queue an event for each worker of a cycle that starts."""
         self._assignment, self._pids = assignment, dict(pids)
         for local_rank in self._pids:
-            self._tell("START", local_rank)
+            self._queue_event("START", local_rank)
 
     def ended(self, exit_code: int, failures: Sequence[Failure], stop_signal: int | None) -> None:
-        """Tell how the job ended here, of each worker and of the launcher itself."""
+        """Queue the events of the job's end here, of each worker and of the launcher itself."""
         failed = {failure.local_rank: failure for failure in failures}
         if stop_signal is None and (failed or exit_code == 0):
             for local_rank in self._pids:
                 failure = failed.get(local_rank)
                 others = "TERMINATED" if failed else "SUCCEEDED"
-                self._tell("FAILED" if failure else others, local_rank, failure)
+                self._queue_event("FAILED" if failure else others, local_rank, failure)
         # As torchrun: its agent has succeeded when it knows how the workers ended.
         is_known = stop_signal is None and (exit_code == 0 or bool(failed))
-        self._tell("SUCCEEDED" if is_known else "FAILED")
+        self._queue_event("SUCCEEDED" if is_known else "FAILED")
 
     def close(self) -> None:
-        """Wait until all events are delivered, for `LAST_WORDS_S` at most."""
+        """Wait until all events are delivered, for `DRAIN_S` at most."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
         self._queue.put(None)
-        thread.join(LAST_WORDS_S)
+        thread.join(DRAIN_S)
         if thread.is_alive():
             logger.warning("the event handler %r did not take all events", self._handler)
 
-    def _tell(
+    def _queue_event(
         self, state: str, local_rank: int | None = None, failure: Failure | None = None
     ) -> None:
         """Queue an event of a worker; without `local_rank`, of the launcher itself."""

@@ -116,7 +116,7 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
             return result
 
     def fetch_control_requests(self) -> list[object]:
-        """Return what ranks have asked for since the last call; the handler takes it from here."""
+        """Return the requests of ranks since the last call, which the handler then carries out."""
         return [] if self._mailbox is None else self._mailbox.fetch_received()
 
     def _prepare(self, stack: contextlib.ExitStack) -> None:
@@ -191,7 +191,7 @@ class LocalElasticAgent(torch_agent.LocalElasticAgent):
         super()._stop_workers(worker_group, *args, **kwargs)
 
     def _after_the_end(self, worker_group: WorkerGroup, result: RunResult) -> RunResult:
-        """Return what the workers came to, after another node ended the job for all."""
+        """Return or raise the workers' outcome after another node ended the job for all."""
         reason = self._handler.get_shutdown_reason() or ""
         if result.state is WorkerState.SUCCEEDED:
             if self._min_healthy:

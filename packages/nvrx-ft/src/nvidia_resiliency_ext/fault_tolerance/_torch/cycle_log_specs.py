@@ -124,7 +124,7 @@ class PipeBasedLogsSpecs(LogsSpecs):
         self._folder: str | None = None
 
     def log_plan(self) -> LogPlan:
-        """Return what a launch makes of it."""
+        """Return the log plan that a launch takes from these specifications."""
         return self._plan
 
     @property
@@ -166,7 +166,7 @@ class PipeBasedLogsSpecs(LogsSpecs):
             self._logs.end_cycle()
 
     def cleanup(self) -> None:
-        """Write what is left, end the threads and remove the folder of error files."""
+        """Write remaining output, end the threads and remove the folder of error files."""
         logs, self._logs = self._logs, None
         if logs is not None:
             logs.close()

@@ -118,7 +118,7 @@ def plan_from_config(
 
 
 def _log_settings(specs: object) -> plans.LogSettings:
-    """Return what log specifications say. Raises ValueError: they are none."""
+    """Convert `logs_specs` to log settings. Raises ValueError: of an unknown type."""
     if specs is None:
         return plans.LogSettings()
     if isinstance(specs, plans.LogSettings):
@@ -134,7 +134,7 @@ def _log_settings(specs: object) -> plans.LogSettings:
 
 
 def _problems(config: LaunchConfig) -> list[str]:
-    """Return a sentence for each field that asks for what cannot be had."""
+    """Return a sentence for each field with an unusable value."""
     problems = []
     if not 1 <= config.min_nodes <= config.max_nodes:
         given_nodes = f"min_nodes={config.min_nodes}, max_nodes={config.max_nodes}"
@@ -219,14 +219,14 @@ class elastic_launch:  # noqa: N801  # torch's name, which users import
         self._entrypoint: Entrypoint = entrypoint
 
     def __call__(self, *args: object) -> dict[int, Any]:
-        """Run the job; return what each global rank of this node returned (None for programs)."""
+        """Run the job; return the results of this node's global ranks (None for programs)."""
         return launch_agent(self._config, self._entrypoint, list(args))
 
 
 def launch_agent(
     config: LaunchConfig, entrypoint: Entrypoint, args: Sequence[object]
 ) -> dict[int, Any]:
-    """Run this node's part of a job and return what each of its ranks returned, by global rank.
+    """Run this node's part of a job and return its ranks' results, by global rank.
 
     A node that stood by to the end returns nothing: an empty dictionary. `config` describes the
     job; `entrypoint` is a function, or a program, `args` are its arguments.
@@ -262,7 +262,7 @@ def launch_agent(
 
 
 def _binding(config: LaunchConfig) -> Sequence[tuple[str, ...]]:
-    """Return what `numa_options` asks for: torch's object or the name of a mode."""
+    """Return the binding words of each rank for `numa_options`: torch's object or a mode's name."""
     options = config.numa_options
     if options is None:
         return ()

@@ -49,7 +49,7 @@ from .settings import NodeOptions, rules_and_node
 logger = logging.getLogger("nvrx")
 
 REASONS = RDZV_NO_RESTART_REASONS | {RDZV_SHUTDOWN_REASON_GRACEFUL, RDZV_SHUTDOWN_REASON_FAILURE}
-LAST_WORDS_S = 3.0
+DEPARTURE_S = 3.0
 _LEFT = "this node has left the rendezvous"
 
 _T = TypeVar("_T")
@@ -80,7 +80,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         self._clock = SystemClock()
         self._changed = threading.Condition()  # guards what follows
         self._entry: Entry | None = None  # the last known decision; None: not at the store yet
-        self._placed: sessions.Placed | None = None
+        self._assigned: sessions.RankAssigned | None = None
         self._joined_round: int | None = None
         self._lost = ""
         self._has_left = False
@@ -157,19 +157,19 @@ class StoreRendezvousHandler(api.RendezvousHandler):
             self._services.ended(self._services.cycle)
         self._open_own_next()
         self._joined_round = None
-        placed = None
-        while placed is None:
+        current = None
+        while current is None:
             if self._is_unfit:
                 raise api.RendezvousClosedError("this node has left the job")
             self.handle_control_requests_from_rank()
             self.ensure_node_is_healthy()
-            placed = self._outcome(*self._arrive())
-        entry, rank = placed.entry, placed.assignment.group_rank
+            current = self._outcome(*self._arrive())
+        entry, rank = current.entry, current.assignment.group_rank
         self._joined_round = entry.round
         store = PrefixStore(f"torch.rendezvous.{self._run_id}.{entry.round}", self._store)
-        meeting = api.RendezvousStoreInfo(entry.master_addr, entry.master_port)
+        master = api.RendezvousStoreInfo(entry.master_addr, entry.master_port)
         assert rank is not None
-        return api.RendezvousInfo(store, rank, entry.active, meeting)
+        return api.RendezvousInfo(store, rank, entry.active, master)
 
     def is_closed(self) -> bool:
         """Return whether there is no further round."""
@@ -180,7 +180,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         self._end(RDZV_SHUTDOWN_REASON_GRACEFUL)
 
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes have gone into a later round, without standbys.
+        """Return how many nodes have gone into a later round, without spare nodes.
 
         torch's agent then joins them. A node that cannot reach the store any more must stop, and
         learns it here.
@@ -232,7 +232,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         if self._services is not None:
             self._services.close()
         if self._coordinator is not None and self.is_closed():
-            self._coordinator.join(coordinator_loop.GOODBYE_WAIT_S + LAST_WORDS_S)
+            self._coordinator.join(coordinator_loop.GOODBYE_WAIT_S + DEPARTURE_S)
         return is_reported
 
     def set_node_check(self, check: Callable[[], None]) -> None:
@@ -252,7 +252,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
             raise
 
     def handle_control_requests_from_rank(self) -> None:
-        """Do what ranks have asked for since the last call.
+        """Carry out the requests of ranks since the last call.
 
         Raises:
             UnhealthyNodeException: a rank excluded this node, which has left now.
@@ -327,7 +327,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
     def _ask(
         self, command: Callable[[sessions.NodeSession], _T], timeout_s: float | None = None
     ) -> _T:
-        """Do `command` with the session, in its thread, and return what it returned.
+        """Run `command` with the session, in the session's thread, and return its result.
 
         Raises RendezvousConnectionError where the store is gone, or gives no answer in time.
         """
@@ -377,7 +377,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         self._ask(lambda session: session.end(reason, cause))
 
     def _leave(self, kind: Kind, cause: Cause) -> None:
-        """Say that this node takes part no longer."""
+        """Announce that this node leaves the job."""
         self._ask(lambda session: session.send(kind, cause=cause, arrival=self._me))
         self._has_left = True
 
@@ -387,7 +387,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
             self._leave(Kind.UNHEALTHY, self._cause("unhealthy", what))
 
     def _let_go(self) -> None:
-        """Say goodbye and let everything go; the job goes on without this node, if it does."""
+        """Say goodbye and close session and ports; the job may go on without this node."""
         with self._changed:
             if self._is_let_go:
                 return
@@ -396,23 +396,23 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         if not self._lost:
             self._client.submit(sessions.NodeSession.say_goodbye, is_urgent=True)
         # Before the job is there the thread still waits for it, and ends by itself.
-        self._client.close(LAST_WORDS_S if self._entry is not None and not self._lost else 0.0)
+        self._client.close(DEPARTURE_S if self._entry is not None and not self._lost else 0.0)
         self._ports.close()
 
     def _open_own_next(self) -> None:
-        placed, entry = self._placed, self._entry
-        if placed is None or entry is None:
+        current, entry = self._assigned, self._entry
+        if current is None or entry is None:
             return
-        if entry.phase is Phase.CLOSED and entry.round == placed.entry.round:
+        if entry.phase is Phase.CLOSED and entry.round == current.entry.round:
             cause = self._cause("opened", f"host {self._me.host} began another rendezvous")
             self._ask(lambda session: session.open_next(entry.round, cause))
 
     def _arrive(self) -> tuple[int, bool]:
-        """Offer this node; return the round, and whether it came in time for a place."""
+        """Offer this node; return the round, and whether it came in time for that round."""
         with self._changed:
             self._has_left = False
             self._ports.end_round()
-            previous = self._placed.assignment.group_rank if self._placed is not None else None
+            previous = self._assigned.assignment.group_rank if self._assigned is not None else None
         arrival = dataclasses.replace(
             self._me, master_port=self._ports.offered, previous_rank=previous
         )
@@ -441,19 +441,19 @@ class StoreRendezvousHandler(api.RendezvousHandler):
                 " is_store_host must be true on one node"
             ) from None
 
-    def _outcome(self, round_: int, is_in_time: bool) -> sessions.Placed | None:
+    def _outcome(self, round_: int, is_in_time: bool) -> sessions.RankAssigned | None:
         """Wait for a place in the round of an arrival; None when another round is open."""
         deadline = self._clock.monotonic() + self._node.join_timeout_s
         with self._changed:
             while True:
                 if self._is_let_go:
                     raise api.RendezvousConnectionError(_LEFT)
-                entry, placed = self._entry, self._placed
+                entry, current = self._entry, self._assigned
                 if entry is not None and entry.phase is Phase.OVER:
                     raise self._over(entry)
                 self._check()
-                if placed is not None and placed.entry == entry and placed.entry.round >= round_:
-                    return placed
+                if current is not None and current.entry == entry and current.entry.round >= round_:
+                    return current
                 if entry is not None and entry.round > round_ and entry.phase is Phase.OPEN:
                     return None
                 is_closed = entry is not None and entry.phase is Phase.CLOSED
@@ -490,7 +490,7 @@ class StoreRendezvousHandler(api.RendezvousHandler):
         """Return how a caller learns that the job is over: a node without a place just goes."""
         why = f": {entry.cause.what}" if entry.cause is not None else ""
         text = f"the job is over ({entry.reason}){why}"
-        if entry.reason == RDZV_SHUTDOWN_REASON_GRACEFUL and self._placed is None:
+        if entry.reason == RDZV_SHUTDOWN_REASON_GRACEFUL and self._assigned is None:
             return api.RendezvousGracefulExitError(text)
         return api.RendezvousClosedError(text)
 
@@ -500,12 +500,12 @@ class StoreRendezvousHandler(api.RendezvousHandler):
                 self._lost = event.what
             else:
                 self._record(event.entry)
-            if isinstance(event, sessions.Placed):
-                self._placed = event
+            if isinstance(event, sessions.RankAssigned):
+                self._assigned = event
                 if event.assignment.group_rank == 0:
                     self._ports.take()
             elif not isinstance(event, (sessions.Opened, sessions.Over, sessions.Lost)):
-                self._placed = None
+                self._assigned = None
             self._changed.notify_all()
 
     def _record(self, entry: Entry | None) -> None:

@@ -93,7 +93,7 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions:
-    """What concerns this node alone."""
+    """Options of this node, which differ between nodes."""
 
     addr: str  # by which other nodes reach it
     is_store_host: bool  # decides the rounds; of several the first one does
@@ -104,7 +104,7 @@ class NodeOptions:
 
 
 def node_options(params: RendezvousParameters) -> NodeOptions:
-    """Return what `params` and the environment say of this node.
+    """Return this node's options from `params` and the environment.
 
     Raises ValueError for an unusable value (ConfigError for the token file), RuntimeError where
     Slurm does not tell the place of this node.
@@ -121,7 +121,7 @@ def node_options(params: RendezvousParameters) -> NodeOptions:
 
 
 def node_check(conf: Mapping[str, Any]) -> Callable[[], None]:
-    """Return what raises `UnhealthyNodeException` where this node must not join.
+    """Return a check that raises `UnhealthyNodeException` where this node must not join.
 
     Settings that are left out have the launcher's defaults; ValueError: one is unusable.
     """
@@ -145,7 +145,7 @@ def node_check(conf: Mapping[str, Any]) -> Callable[[], None]:
 
 
 def services_of(conf: Mapping[str, Any]) -> ServicesPlan:
-    """Return what the node that decides the rounds runs beside that, as `conf` asks for it."""
+    """Return the services that `conf` asks for on the node with the coordinator."""
     endpoint = conf.get("attribution_endpoint") or None
     prefix = conf.get("cycle_log_prefix") or None
     if endpoint is not None and prefix is None:
@@ -204,7 +204,7 @@ def rules_and_node(
     min_healthy: bool = False,
     **placement: Any,
 ) -> tuple[CoordinatorRules, NodeSettings]:
-    """Return what the rendezvous host decides by, and what this node is in the job.
+    """Return the coordinator's rules and this node's settings.
 
     `settings` are `RendezvousSettings` of either kind, `placement` are further `PlacementRules`;
     ValueError: they contradict each other.

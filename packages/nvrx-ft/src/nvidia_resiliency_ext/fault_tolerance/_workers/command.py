@@ -25,7 +25,7 @@ _LOOK_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerCommand:
-    """What a worker runs."""
+    """The command that all workers of a job run."""
 
     argv: tuple[str, ...]  # The whole command; `${local_rank}` stands for the local rank.
     entry: str  # The script's path, the module's name or the program.
@@ -137,7 +137,7 @@ def visible_gpus(environ: Mapping[str, str]) -> Sequence[str | None]:
 
 
 def missing_script(path: str) -> str:
-    """Return what keeps Python from running the file `path`, or an empty text."""
+    """Return the reason why Python cannot run the file `path`, or an empty text."""
     if not os.path.exists(path):
         if path in ("python", "python3"):
             return f"script {path!r}: leave {path!r} out; the launcher starts Python by itself"
@@ -155,7 +155,7 @@ def missing_script(path: str) -> str:
 
 
 def missing_module(name: str) -> str:
-    """Return what keeps `python -m name` from running, or an empty text; imports nothing of it."""
+    """Return the reason why `python -m name` cannot run, or an empty text; import nothing of it."""
     from importlib.machinery import PathFinder
     from importlib.util import find_spec
 
@@ -231,7 +231,7 @@ def find_program(
 
 
 def missing_program(name: str, environ: Mapping[str, str]) -> str:
-    """Return what keeps `name` from being executed, or an empty text."""
+    """Return the reason why the program `name` cannot be executed, or an empty text."""
     if find_program(name, environ) is not None:
         return ""
     if find_program(name, environ, os.F_OK) is not None:

@@ -132,7 +132,7 @@ def entry_file(command: WorkerCommand) -> str | None:
 
 
 def read_text(path: str) -> str | None:
-    """Return the text of a source file, or None for what is no readable file of sane size."""
+    """Return the text of a source file, or None for a file that is unreadable or too large."""
     try:
         # A script may come through a pipe; what is read here would be missing there.
         data = read_regular_file(path, _LARGEST_ENTRY_BYTES + 1, follows_symlink=True)

@@ -41,7 +41,7 @@ class FunctionCall:
         return (sys.executable, "-u", "-m", __name__, self._call_file, self._directory)
 
     def result(self, rank: int) -> Any:
-        """Return what the function returned on `rank`; None where it ended its process with 0."""
+        """Return the function's result on `rank`; None where it ended its process with 0."""
         try:
             with open(_result_file(self._directory, rank), "rb") as file:
                 return pickle.load(file)  # noqa: S301  # our own worker's file in a 0700 directory

@@ -110,7 +110,7 @@ def cpus_near(
 def _grouped(
     cpus: Iterable[int], whole_of: Callable[[int], frozenset[int]]
 ) -> list[frozenset[int]]:
-    """Return the usable CPUs by what they share, in the order of each whole's first CPU."""
+    """Group the usable CPUs that share a resource, in the order of each group's first CPU."""
     groups: dict[int, set[int]] = {}
     for cpu in cpus:
         groups.setdefault(min(whole_of(cpu)), set()).add(cpu)

@@ -27,7 +27,7 @@ READ_BYTES = 1 << 16
 PROBE_BYTES = 4096
 MAX_LINE_BYTES = 1 << 20
 MAX_READS = 16
-LAST_WORDS_S = 1.0
+DRAIN_S = 1.0
 MEGABYTE = 1_000_000
 LOOK_INTERVAL_S = 0.1
 CHUNK_BYTES = 4096  # What a pipe that polls as writable takes without blocking (PIPE_BUF).
@@ -81,7 +81,7 @@ class WorkerOutput:
 
 @dataclass(frozen=True, slots=True)
 class OutputSettings:
-    """What the flags asked for. Bits of a Std value: 1 = stdout, 2 = stderr."""
+    """Output options of a launch. Bits of a Std value: 1 = stdout, 2 = stderr."""
 
     redirects: Mapping[int, int]
     tee: Mapping[int, int]
@@ -275,7 +275,7 @@ class FilteredFile:
 
 
 class _Followed:
-    """One file that grows: what was read of it and is not shown in its sink yet."""
+    """A growing file, with the lines that were read and not shown in its sink yet."""
 
     def __init__(self, path: str, prefix: str, sink: ConsoleStream | FilteredFile) -> None:
         self.path = path
@@ -325,7 +325,7 @@ class _Followed:
 
 
 class Tee:
-    """Copies what workers append to their files to the launcher's own streams and other files.
+    """Copy appended lines of workers' files to the launcher's streams and other files.
 
     A console that does not read holds up the copy alone: what it did not take stays in the files.
     One thread only.
@@ -366,7 +366,7 @@ class Tee:
             self._again()
 
     def look(self) -> float | None:
-        """Copy what is new; return seconds after which to look again, None: when a file grew."""
+        """Copy new lines; return the seconds until the next look, None: when a file has grown."""
         self._notices.clear()
         waits = [self._copy(followed, is_ended=True) for followed in list(self._ended)]
         # What ranks wrote before a restart comes before what they wrote after it.
@@ -412,7 +412,7 @@ class Tee:
         self._has_unnoticed = False
 
     def _complete(self, deadline: float) -> None:
-        """Copy what the console takes of ended files until the deadline, and let go of them."""
+        """Copy the rest of ended files to the console until the deadline, and forget the files."""
         missing = {}
         for followed in list(self._ended):
             while followed.show(max(0.0, deadline - time.monotonic())) and followed.read():
@@ -435,8 +435,8 @@ class Tee:
             )
 
     def close(self) -> None:
-        """Copy the rest of every file, unfinished lines too, in `LAST_WORDS_S` at most."""
-        deadline = time.monotonic() + LAST_WORDS_S
+        """Copy the rest of every file, unfinished lines too, in `DRAIN_S` at most."""
+        deadline = time.monotonic() + DRAIN_S
         self._complete(deadline)
         self._take_for_ended()
         self._complete(deadline)

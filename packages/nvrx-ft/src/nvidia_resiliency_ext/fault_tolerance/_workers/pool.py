@@ -108,7 +108,7 @@ class Pool:
         self.idle_width = int(cores + self.slots.count(SlotState.WARMING) + _IDLE_SLACK)
 
     def want(self, wanted: bool) -> None:
-        """Take whether the running workers use what prewarmed workers import."""
+        """Keep prewarmed workers only if the running workers use the modules they import."""
         self.wanted = wanted
         if not wanted:
             self._end_all()

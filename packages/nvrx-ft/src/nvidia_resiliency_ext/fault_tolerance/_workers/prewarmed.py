@@ -54,14 +54,14 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """It took "go" and runs the worker's script; `seconds` of imports were done before."""
+    """Message: the worker's script runs, after `seconds` of imports."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """It is of no use, before "go" or after; start the worker cold."""
+    """Message: the prewarmed worker is unusable, before "go" or after; start the worker cold."""
 
     reason: str
 
@@ -185,7 +185,7 @@ class PrewarmedWorker:
         stdio_fds: Sequence[int | None] = (None, None, None),
         not_before: float | None = None,
     ) -> None:
-        """Tell it to become the worker, with this whole environment, once its imports are done.
+        """Order this process to become the worker, with this environment, after its imports.
 
         `stdio_fds` stay the caller's; None keeps a stream. Until `not_before` (monotonic s) it runs
         no script.

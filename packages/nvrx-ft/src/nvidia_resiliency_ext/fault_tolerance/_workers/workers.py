@@ -42,7 +42,7 @@ STILL_IMPORTING = "its standby was still importing"
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What one worker is to be: its command, whole environment and streams."""
+    """Command, whole environment and streams of one worker to be started."""
 
     local_rank: int
     rank: int
@@ -257,7 +257,7 @@ class WorkerGroup:
         self._running.clear()
 
     def close(self) -> None:
-        """SIGKILL and reap whatever is left, leftovers in the groups included."""
+        """SIGKILL and reap all workers, with other processes in their groups."""
         for started in self.started.values():
             started.child.signal_group(signal.SIGKILL)
         self._forget()

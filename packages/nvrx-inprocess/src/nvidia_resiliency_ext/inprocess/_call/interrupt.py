@@ -72,7 +72,7 @@ def deferred_section(function: F) -> F:
 
 
 def is_in_deferred_section(frame: FrameType | None) -> bool:
-    """Say whether a marked function is running in this frame or around it."""
+    """Return whether a marked function is running in this frame or around it."""
     while frame is not None:
         if frame.f_code in _codes:
             return True
@@ -249,7 +249,7 @@ class MainThreadInterrupter:
             raise self.request(message)
 
     def is_of_another(self, request: RankShouldRestart) -> bool:
-        """Say whether a request came through another interrupter, of a call around this one."""
+        """Return whether a request came through another interrupter, of a call around this one."""
         return request.interrupter not in (None, self)
 
     def request(self, message: str | None) -> RankShouldRestart:

@@ -166,7 +166,7 @@ class CallLoop:
 
     @property
     def _is_child(self) -> bool:
-        """Whether this process was forked in the function, so that it is no rank."""
+        """Return whether this process was forked in the function, and is no rank."""
         return os.getpid() != self._pid
 
     def _assign(self, terminated: set[int]) -> None:
@@ -352,7 +352,7 @@ class CallLoop:
         return None if self._find(Completed) else self.events.find(StoreLost)
 
     def _restart(self) -> None:
-        """Go from the interrupted iteration to the next; whatever it raises ends this rank."""
+        """Go from the interrupted iteration to the next; any error ends this rank."""
         state, settings = self.state, self.settings
         limit_s = settings.barrier_timeout.total_seconds()
         if self._await(Interrupted, limit_s) is None:
@@ -465,7 +465,7 @@ class CallLoop:
 
 
 def _import_for_take_over() -> None:
-    """Import what a training function makes torch import late; this rank has time now."""
+    """Import modules that torch imports late, during a training function; a reserve has time."""
     for name in _IMPORTED_LATE:
         try:
             importlib.import_module(name)

@@ -104,7 +104,7 @@ class Stopwatch:
 
     @contextmanager
     def measure(self, phase: Phase) -> Iterator[None]:
-        """Count what the body takes, whether it raises or not."""
+        """Add the duration of the body to `phase`, whether it raises or not."""
         start = time.monotonic()
         try:
             yield
@@ -118,7 +118,7 @@ class Stopwatch:
 
 
 def detection_s(records: Iterable[InterruptionRecord], settings: Settings) -> float:
-    """Return how long the fault had lasted when it was found: the limit that it passed."""
+    """Return the age of the fault when it was found: the limit that it exceeded."""
     return max((_limit_s(record.interruption, settings) for record in records), default=0.0)
 
 

@@ -120,7 +120,7 @@ _FROZEN_BY_PYTHON = 2000
 
 @contextlib.contextmanager
 def old_objects_frozen() -> Iterator[None]:
-    """Keep what existed before a call out of garbage collections until it ends."""
+    """Keep objects from before a call out of garbage collections until the call ends."""
     # A program's own frozen objects could not be distinguished from ours afterwards.
     is_ours = gc.get_freeze_count() < _FROZEN_BY_PYTHON
     if is_ours:
@@ -140,7 +140,7 @@ _GLOO = "gloo/transport/"
 
 @dataclass(frozen=True, slots=True)
 class MainThreadActivity:
-    """What the main thread was in: the words of `messages.Arrived`."""
+    """Call and place that the main thread was in, as fields of `messages.Arrived`."""
 
     call: str = ""
     place: str = ""
@@ -151,7 +151,7 @@ WAITS = MainThreadActivity(WAITED)
 
 
 def of_main_thread() -> MainThreadActivity:
-    """Return what the main thread does now; called by another thread."""
+    """Return the main thread's present activity; called by another thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
     pairs = itertools.islice(traceback.walk_stack(frame), _MOST_FRAMES)
     stack = stack_of([_of_frame(*pair) for pair in pairs])
@@ -159,7 +159,7 @@ def of_main_thread() -> MainThreadActivity:
 
 
 def of_raised(error: BaseException) -> MainThreadActivity:
-    """Return what raised: a collective that failed, so that this rank waited, or anything else."""
+    """Return the activity that raised `error`: a wait in a failed collective, or anything else."""
     if not isinstance(error, torch.distributed.DistError) and _GLOO not in str(error):
         return MainThreadActivity()
     frames = [_of_frame(*pair) for pair in traceback.walk_tb(error.__traceback__)]
@@ -198,7 +198,7 @@ class EventQueue:
         return found
 
     def wait(self, look: Callable[[], T | None], limit_s: float | None) -> T | None:
-        """Return what `look` finds, as soon as it finds something; None when the time is up."""
+        """Call `look` after each event; return its first value, or None after `limit_s`."""
         deadline = Deadline.after(limit_s)
         poll = select.poll()
         poll.register(self._wake_up, select.POLLIN)

@@ -33,7 +33,7 @@ def make_shell() -> None:
 
 
 def complete_package() -> None:
-    """Run what the package does when it is imported, if that has not happened; one thread."""
+    """Execute the package's `__init__` if it was left out at the start; one thread."""
     package = sys.modules.get(_PACKAGE)
     if package is None or not hasattr(package, COMPLETE):
         return

@@ -119,7 +119,7 @@ class MonitorLink:
         self._report(messages.Completed(self._iteration))
 
     def arrive(self, call: str = "", place: str = "") -> None:
-        """Say that we are ready for the next iteration, and what we were doing in this one."""
+        """Report that this rank is ready for the next iteration, and its activity in this one."""
         self._report(messages.Arrived(self._iteration, call, place))
 
     def leave(self, is_lost: bool, *, is_discarded: bool = False) -> bool:

@@ -101,7 +101,7 @@ class Connection:
         self._update_writing()
 
     def close(self) -> None:
-        """End it without a call."""
+        """End the connection without calling `on_over`."""
         self.on_over = lambda: None
         self._end()
 

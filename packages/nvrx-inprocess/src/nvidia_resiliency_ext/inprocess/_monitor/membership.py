@@ -45,7 +45,7 @@ class Arrive:
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """Wait for what becomes of an iteration."""
+    """Wait for the outcome of an iteration."""
 
     iteration: int
     participants: frozenset[int]
@@ -53,7 +53,7 @@ class Follow:
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """Read what became of an iteration that others have left behind."""
+    """Read the outcome of an iteration that other ranks have left."""
 
     iteration: int
 
@@ -92,7 +92,7 @@ class Member:
 
 @dataclass(slots=True)
 class _Reported:
-    """What was written for the iteration at the position."""
+    """Records that this monitor wrote for the present iteration."""
 
     interruptions: set[tuple[int, Interruption]] = field(default_factory=set)
     completed: set[int] = field(default_factory=set)
@@ -124,7 +124,7 @@ class Membership:
     def begun(
         self, initial_rank: int, iteration: int, rank: int, world_size: int, who: frozenset[int]
     ) -> list[Effect]:
-        """A rank begins an iteration of which `who` are the participants."""
+        """Record that a rank begins an iteration with the participants `who`."""
         member = self.members[initial_rank]
         member.iteration, member.rank, member.world_size = iteration, rank, world_size
         effects: list[Effect] = []
@@ -149,7 +149,7 @@ class Membership:
     def arrived(
         self, initial_rank: int, iteration: int, observed: ObservedActivity | None = None
     ) -> list[Effect]:
-        """A rank is ready for the next iteration; `observed` is what it did when interrupted."""
+        """Record that a rank is ready to go on; `observed` is its activity when interrupted."""
         if iteration != self.position or initial_rank in self._reported.arrived:
             return []
         self._reported.arrived.add(initial_rank)
@@ -157,7 +157,7 @@ class Membership:
         return [Arrive(iteration, arrival, self._participants[iteration])]
 
     def left(self, initial_rank: int, *, is_lost: bool, is_discarded: bool = False) -> list[Effect]:
-        """A rank leaves the call: because it is over, or lost for the others."""
+        """Record that a rank leaves the call: the call is over, or lost for the other ranks."""
         member = self.members[initial_rank]
         member.is_leaving = True
         member.is_discarded = is_discarded
@@ -175,7 +175,7 @@ class Membership:
         return self._interrupt(initial_rank, kind)
 
     def ended(self, initial_rank: int, observed: ObservedActivity | None = None) -> list[Effect]:
-        """A rank's process is gone; `observed` is what it did before it was ended for a timeout."""
+        """Record the end of a rank's process; `observed` is its activity before a timeout."""
         member = self.members[initial_rank]
         member.observed = observed or member.observed
         if member.is_settled or member.ended is not None:
@@ -187,7 +187,7 @@ class Membership:
         return self._speak_for(initial_rank) + self._follow()
 
     def lost(self, ranks: Iterable[int]) -> list[Effect]:
-        """Ranks of another node are lost: its lease is stale."""
+        """Record as lost the ranks of another node, whose lease is stale."""
         effects: list[Effect] = []
         for rank in ranks:
             if rank not in self.members and rank not in self._lost:
@@ -208,7 +208,7 @@ class Membership:
     def last_call_over(
         self, iteration: int, records: tuple[InterruptionRecord, ...], waited_s: float = 0.0
     ) -> list[Effect]:
-        """No more faults are waited for, after `waited_s`."""
+        """Report an iteration's interruptions, after waiting `waited_s` for further ones."""
         return self._notify(Interrupted(iteration, records, waited_s))
 
     def decided(self, iteration: int, decision: Decision) -> list[Effect]:
@@ -227,7 +227,7 @@ class Membership:
 
     @property
     def is_anybody_inside(self) -> bool:
-        """Whether a rank here is still in its function, and needs what was reported."""
+        """Return whether a rank of this node is in its function, and still needs reports."""
         reported = self._reported.interruptions
         return any(
             member.is_present and (rank, Interruption.EXCEPTION) not in reported

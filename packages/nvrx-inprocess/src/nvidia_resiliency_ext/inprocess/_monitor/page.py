@@ -245,7 +245,7 @@ class StackDump(_OwnDescriptor):
 
 
 def observed_before_end(kernel: Kernel, dump: str) -> ObservedActivity:
-    """Return what a rank did, from a look at its process and the stacks that it wrote."""
+    """Return a rank's activity, from the kernel's view of its process and the stacks it wrote."""
     frames = main_frames(dump)
     stack = stack_of(frames)
     activity = classify(kernel, stack)

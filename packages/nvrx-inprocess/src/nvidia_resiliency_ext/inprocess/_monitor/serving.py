@@ -59,11 +59,11 @@ class _RankSession:
 
     @property
     def has_come(self) -> bool:
-        """Whether it has come to this monitor, and is not only known from the one before."""
+        """Return whether the rank has connected to this monitor, and not only to an earlier one."""
         return self.page is not None or self.connection is not None
 
     def look(self) -> Stamps | None:
-        """Return what the page shows, `None` when it cannot be read."""
+        """Return the stamps of the rank's page, `None` when it cannot be read."""
         if self.page is None:
             # It has not come back since another monitor died: stuck, perhaps.
             return Stamps(self.since_s, None, is_protected=True, phase=Phase.GUARDED, epoch=0)
@@ -142,7 +142,7 @@ class Serving:
                 session.close_page()
 
     def tick(self, now: float) -> float:
-        """Do what is due; return when to call again at the latest."""
+        """Check ranks, store and lease when due; return the latest time of the next call."""
         if now >= self._look_s:
             self._look_s = self._look_at_all(now)
         self._check_store(now)
@@ -279,7 +279,7 @@ class Serving:
             self._processes.signal(session.pid, (number,))
 
     def _observed_before_end(self, rank: int, session: _RankSession) -> ObservedActivity | None:
-        """Return what a rank did that was ended for a hard timeout; log its stacks."""
+        """Return the last activity of a rank that a hard timeout ended; log its stacks."""
         if session.kernel is None or not session.watch.is_being_killed:
             return None
         dump = "" if session.page is None else session.page.read_dump()
@@ -288,7 +288,7 @@ class Serving:
         return observed
 
     def _activity_of(self, rank: int, message: messages.Arrived) -> ObservedActivity | None:
-        """Return what a rank did when it was interrupted, by its word and by the kernel's."""
+        """Return a rank's activity at its interruption, from its message and from the kernel."""
         session = self._sessions[rank]
         kernel, session.kernel = session.kernel, None
         if message.call == messages.WAITED:

@@ -26,7 +26,7 @@ from nvidia_resiliency_ext.shared_utils.children import start_child
 from nvidia_resiliency_ext.shared_utils.clock import Deadline
 from nvidia_resiliency_ext.shared_utils.errors import DeadlineExceededError, NvrxError
 from nvidia_resiliency_ext.shared_utils.os_utils import lock_file, private_dir, remove_tree_at
-from nvidia_resiliency_ext.shared_utils.rundir import MAX_SOCKET_PATH_BYTES, trusted_places
+from nvidia_resiliency_ext.shared_utils.rundir import MAX_SOCKET_PATH_BYTES, trusted_parents
 from nvidia_resiliency_ext.shared_utils.wire import require_same_user
 
 logger = logging.getLogger("nvrx")
@@ -50,12 +50,12 @@ class NodeDirectory:
 
     @classmethod
     def find(cls, environ: Mapping[str, str] = os.environ) -> NodeDirectory:
-        """Return the directory of this job on this node, and make it if it is not there."""
+        """Return the directory of this job on this node; create a missing one."""
         name = _PREFIX + _identity(environ)
         last_error: OSError | None = None
         # The launcher removes its directory also when the monitor was killed.
         launchers = os.path.dirname(environ.get(_LAUNCHER_SOCKET, ""))
-        for parent in trusted_places(environ, launchers):
+        for parent in trusted_parents(environ, launchers):
             directory = cls(os.path.join(parent, name))
             if len(os.fsencode(directory._socket)) <= MAX_SOCKET_PATH_BYTES:
                 try:
@@ -106,7 +106,7 @@ class NodeDirectory:
             os.close(fd)
 
     def socket_inode(self) -> int | None:
-        """Return what tells one listening socket here from a later one; `None` for none."""
+        """Return the inode of the listening socket, by which a later one differs; None for none."""
         try:
             return os.lstat(self._socket).st_ino
         except OSError:

@@ -208,7 +208,7 @@ class OutcomeReader(StoreWorker):
         self._post(lambda: self._listener.decided(iteration, decision))
 
     def catch_up(self, store: IterationStore, iteration: int) -> None:
-        """Report what has become of an iteration, without waiting; in the thread of `store`."""
+        """Report the outcome of an iteration, without waiting; in the thread of `store`."""
         outcome = store.outcome(iteration, 0.0)
         if outcome is None or self._report(iteration, outcome):
             return
@@ -276,7 +276,7 @@ class Registration:
             self._register()
 
     def tick(self, now: float, participants: Collection[int]) -> float:
-        """Renew the lease and look at the next one, when it is time; return when that is next."""
+        """Renew the own lease and read the next node's when due; return the next due time."""
         if self._node_id is None:
             return math.inf
         if now >= self._beat_s:

@@ -23,7 +23,7 @@ _KILL_AGAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What is remembered of a rank between two looks.
+    """State of a rank between two looks.
 
     Stamps from before `calm_s` count as made at it. `is_pardoned`: we were held up, and no fresh
     stamp was seen since. `asked_s`: when the rank was asked for its stacks. `signalled`: how often
@@ -46,7 +46,7 @@ class Watch:
 
 
 class Effect(enum.Enum):
-    """What to do about a rank: `TERM` and `KILL` mean the signals of `SIGNALS`, in their order."""
+    """An action on a rank: `TERM` and `KILL` mean the signals of `SIGNALS`, in their order."""
 
     SOFT_TIMEOUT = "SoftTimeout"
     """Ask for a restart."""
@@ -68,7 +68,7 @@ SIGNALS = {
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What to remember and to do after one look, and when something may be due next."""
+    """Result of one look: the new state, the actions, and the next due time."""
 
     watch: Watch
     effects: tuple[Effect, ...] = ()
@@ -161,7 +161,7 @@ class Ring:
         self._nodes = {node_id: frozenset(ranks) for node_id, ranks in nodes.items()}
 
     def covers(self, ranks: Collection[int]) -> bool:
-        """Whether the node of each of the ranks is known."""
+        """Return whether the node of each of the ranks is known."""
         return self._known.issuperset(ranks)
 
     def unknown(self, ranks: Collection[int], now: float) -> list[int]:
@@ -194,7 +194,7 @@ class Ring:
         return [next((node_id for node_id in others if node_id > own_id), others[0])]
 
     def looked(self, values: Mapping[int, int], now: float) -> list[int]:
-        """Take in one look and return the ranks of the nodes that are lost by it."""
+        """Record the leases read in one look; return the ranks of nodes that are lost now."""
         # A look that took long shows that the store was slow: for the others, too.
         passed_s = min(now - self._looked_s, 2 * self._interval_s)
         self._looked_s = now

@@ -31,20 +31,20 @@ _SEARCHED = _TIMEOUTS | {Interruption.EXCEPTION}
 
 @dataclass(frozen=True, slots=True)
 class ObservedActivity:
-    """What a rank's main thread did when its iteration was interrupted; `words` follow "rank 2"."""
+    """Activity of a rank's main thread at an interruption; `words` follow "rank 2" in texts."""
 
     activity: Activity
     place: str = ""
     words: str = ""
 
     def to_text(self) -> str:
-        """Return it as a word that stands in the lists of the store."""
+        """Encode the activity as one word of the store's lists."""
         parts = (self.place[:_LONGEST_PART], self.words[:_LONGEST_PART])
         return ",".join((self.activity.value, *(urllib.parse.quote(part, "/") for part in parts)))
 
     @classmethod
     def from_text(cls, text: str) -> ObservedActivity:
-        """Return what `to_text` encoded; a ValueError for anything else."""
+        """Decode the text of `to_text`; a ValueError for anything else."""
         activity, place, words = text[: 8 * _LONGEST_PART].split(",")
         unquote = urllib.parse.unquote
         # What is shown in logs is one line, also of a hostile rank.
@@ -61,14 +61,14 @@ class Hang:
 
 
 def is_searched(records: Iterable[InterruptionRecord]) -> bool:
-    """Return whether a hang can be behind what was reported."""
+    """Return whether a hang can have caused all reported interruptions."""
     return all(record.interruption in _SEARCHED for record in records)
 
 
 def find_hang(
     records: Iterable[InterruptionRecord], observed: Mapping[int, ObservedActivity], world_size: int
 ) -> Hang | None:
-    """Return whom a hang is blamed on and what killed ranks did, None when nothing is known.
+    """Return the culprit of a hang and what killed ranks did, None when nothing is known.
 
     An exception is a hang's only where a collective raised it, so that its rank counts as waiting.
     """
@@ -275,7 +275,7 @@ def _parse_arrival(entry: str, key: str) -> Arrival:
 
 
 def is_whole(arrivals: Iterable[Arrival], participants: frozenset[int]) -> bool:
-    """Return whether every participant stands in the list, in whatever form."""
+    """Return whether every participant is among the arrivals, in any form."""
     return participants <= {arrival.initial_rank for arrival in arrivals}
 
 
@@ -299,7 +299,7 @@ def have_all_reported(
 def decide(
     arrivals: Sequence[Arrival], participants: frozenset[int], records: Iterable[InterruptionRecord]
 ) -> Decision:
-    """Return what follows from a whole list.
+    """Decide the next iteration from the complete list of arrivals.
 
     Who stands in it in several forms does not go on: it has ended after it had arrived. Neither do
     those who contradict a smaller initial rank in the size of the world or in a number: were they

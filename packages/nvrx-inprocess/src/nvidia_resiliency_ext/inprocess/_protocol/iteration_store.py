@@ -66,7 +66,7 @@ class IterationStore:
         return self._access.operations
 
     def complete(self, iteration: int, arrival: Arrival) -> None:
-        """Say that a rank has completed, or is a reserve; the last one makes that the outcome."""
+        """Record that a rank has completed, or is a reserve; the last one decides the outcome."""
         keys = self._keys(iteration)
         self._access.append(keys.completions, format_arrival(arrival))
         # If others report, this one is not waited for.
@@ -120,7 +120,7 @@ class IterationStore:
             self._count_reported(iteration, 1, participants)
 
     def look(self, iteration: int, participants: frozenset[int]) -> Decision | None:
-        """Decide what a monitor that has ended would have decided; for one that waits in vain."""
+        """Decide in place of a monitor that has ended; for a monitor that waits in vain."""
         keys = self._keys(iteration)
         self._settle_completion(keys)
         return self._settle_decision(keys, participants)
@@ -147,12 +147,12 @@ class IterationStore:
         return True
 
     def records(self, iteration: int) -> tuple[InterruptionRecord, ...]:
-        """Return what was reported so far; without an operation where all have reported."""
+        """Return the interruption records so far; without an operation where all have reported."""
         known, records = self._all_reported
         return records if known == iteration else self._read_records(iteration)
 
     def first_records(self, iteration: int) -> tuple[InterruptionRecord, ...]:
-        """Return what the outcome, which has been read, said; without an operation."""
+        """Return the records of the outcome that was read; without an operation."""
         known, records = self._first
         return records if known == iteration else ()
 

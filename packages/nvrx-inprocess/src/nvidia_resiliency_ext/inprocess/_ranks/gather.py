@@ -98,7 +98,7 @@ _OPERATIONS = ("append", "add", "set", "get", "wait")
 
 @dataclass
 class _Pass:
-    """What one rank has gathered through one store."""
+    """Names of the exchanges that one rank made through one store."""
 
     count: int = 0
     iteration: int | None = None

@@ -124,7 +124,7 @@ class TreePlan:
         return dict(sorted(losses.items()))
 
     def _call_reserves(self, losses: dict[int, int]) -> dict[int, int]:
-        """Let reserves take over lost numbers, position by position; return what is left."""
+        """Let reserves take over lost numbers, position by position; return the losses left."""
         pending, left = dict(losses), {}
         for position in losses:
             while position in pending:

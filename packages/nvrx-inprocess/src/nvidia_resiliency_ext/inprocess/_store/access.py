@@ -66,7 +66,7 @@ class StoreAccess:
             standing = found
 
     def settle(self, key: str, value: str) -> str:
-        """Set a key that is missing, once for all, and return what stands.
+        """Set a missing key, once for all ranks, and return its value then.
 
         torch's server without libuv wakes nobody for a swap, but for a value that is set.
         """
@@ -76,7 +76,7 @@ class StoreAccess:
         return standing
 
     def swap(self, key: str, expected: str, wanted: str) -> str:
-        """Set a key whose value is `expected`, or missing if that is ""; return what stands."""
+        """Set a key whose value is `expected`, or missing if that is ""; return its value then."""
         return self._text(key, self._call(lambda: self._store.compare_set(key, expected, wanted)))
 
     def set(self, key: str, text: str) -> None:

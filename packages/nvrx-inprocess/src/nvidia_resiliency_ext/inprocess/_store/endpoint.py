@@ -58,7 +58,7 @@ class Endpoint:
             ) from None
 
     def __str__(self) -> str:
-        """Return it as `NVRX_INPROCESS_STORE` has it."""
+        """Return the endpoint in the form of `NVRX_INPROCESS_STORE`."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
@@ -113,7 +113,7 @@ def job_name(environ: Mapping[str, str]) -> str:
 
 
 def cycle_prefix(environ: Mapping[str, str]) -> str:
-    """Return what stands before all keys of this job in this launch cycle."""
+    """Return the prefix of all keys of this job in this launch cycle."""
     counters = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
     cycle = ".".join(_plain(environ.get(name) or "0") for name in counters)
     return f"nvrx/{job_name(environ)}/{cycle}/"
@@ -145,7 +145,7 @@ IterationKeys = namedtuple(  # noqa: PYI024 - all are texts
 
 
 def iteration_prefix(iteration: int) -> str:
-    """Return what stands before all keys of an iteration, below those of the call."""
+    """Return the prefix of all keys of an iteration, below the prefix of the call."""
     return f"_inprocess_{iteration}"
 
 
@@ -193,7 +193,7 @@ def require_json(key: str, text: str) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says in its first line; the name of its class where it says nothing."""
+    """Return the first line of an error's message; its class name where there is no message."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 

@@ -219,7 +219,7 @@ class StoreMixin:
         timeout: timedelta | None,
         timeout_chunk: timedelta | None = None,
     ) -> None:
-        """Pass the barrier of those who have completed an iteration."""
+        """Pass the barrier of the ranks that have completed an iteration."""
         StoreMixin.barrier(
             self, ranks, "completion_barrier", rendezvous_count, timeout, timeout_chunk
         )

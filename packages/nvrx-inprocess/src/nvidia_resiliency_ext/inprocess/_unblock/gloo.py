@@ -61,7 +61,7 @@ class UnreadConnections:
                 stack.pop_all()
 
     def release(self) -> None:
-        """End them for their peers, too, which have stopped or have had their time."""
+        """Shut the kept connections down for their peers, which have stopped or had their time."""
         with self._lock:
             kept, self._kept = self._kept, {}
             timer, self._timer = self._timer, None
@@ -229,7 +229,7 @@ def _wait(task: str) -> _Wait | None:
 
 
 def _is_like_gloos(epoll: int) -> bool:
-    """Say whether it watches a pipe, a listening TCP socket, and else only TCP sockets."""
+    """Return whether `epoll` watches one pipe, one listening TCP socket, and else TCP sockets."""
     pipes = listening = 0
     for descriptor in _targets(epoll):
         link = _link(descriptor)
@@ -278,7 +278,7 @@ def _link(descriptor: int) -> str:
 
 
 class BlockedCalls:
-    """Ends waits at torch's stores, and what gloo waits for.
+    """End waits at torch's stores and waits of gloo.
 
     That is ranks that do not come any more, and collectives: the abort is over, but a main thread
     that was making a group meanwhile may have gone on into a collective of that group.
@@ -289,7 +289,7 @@ class BlockedCalls:
         self._waits = StoreWaits(native_id)
 
     def end(self) -> None:
-        """End the call in which the thread is now, if it is one of those."""
+        """End the store wait or gloo wait that blocks the thread now, if any."""
         if not self._waits.end() and is_in_futex(self._native_id):
             # A process that has no descriptor left may have one the next time.
             with contextlib.suppress(OSError):

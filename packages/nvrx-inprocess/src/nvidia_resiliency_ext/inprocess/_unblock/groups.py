@@ -51,7 +51,7 @@ def _backends_of(group: Any) -> list[Backend]:
 
 
 def backend_of(group: Any, device: Any) -> Backend | None:
-    """Return what a group uses for a device, `None` if nothing."""
+    """Return the backend of a group for a device, `None` if there is none."""
     import torch
 
     try:
@@ -63,7 +63,7 @@ def backend_of(group: Any, device: Any) -> Backend | None:
 
 
 def is_gloo_group(group: Any) -> bool:
-    """Say whether a group uses gloo for any device."""
+    """Return whether a group uses gloo for any device."""
     return any(map(is_gloo, _backends_of(group)))
 
 

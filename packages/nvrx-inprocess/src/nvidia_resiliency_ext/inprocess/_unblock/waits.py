@@ -82,7 +82,7 @@ def kernel_wait(native_id: int) -> tuple[Wait | None, int, int]:
 
 
 def wait_of(call: tuple[int, ...]) -> tuple[Wait | None, int, int]:
-    """Return what a system call is as a wait: see `kernel_wait`."""
+    """Classify a system call as a wait, with its first two arguments: see `kernel_wait`."""
     if not call:
         return None, 0, 0
     number, first, second = call[:3]
@@ -104,12 +104,12 @@ def own_memory(address: int, size: int) -> bytes:
 
 
 def is_in_futex(native_id: int) -> bool:
-    """Say whether a thread waits for another one, as in a condition variable of C++."""
+    """Return whether a thread waits for another one, as in a condition variable of C++."""
     return kernel_wait(native_id)[0] is Wait.FUTEX
 
 
 def is_in_untimed_condition(native_id: int | str) -> bool:
-    """Say whether a thread waits for a condition variable of C or C++, and without a limit."""
+    """Return whether a thread waits for a condition variable of C or C++, and without a limit."""
     call = system_call(native_id)
     if not call or _CALLS.get(platform.machine(), {}).get(call[0]) is not Wait.FUTEX:
         return False

@@ -14,7 +14,7 @@ _WORDS = 2 + 2 * _PAIRS
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank holds.
+    """The shards that one rank holds.
 
     Attributes:
         clique: Label that is equal on ranks that can hand shards to each other.
@@ -51,7 +51,7 @@ def latest_iteration(held: Sequence[Held]) -> int:
 
 
 def gather_held(group: ControlGroup, clique: int, shards: Iterable[tuple[int, int]]) -> list[Held]:
-    """Return what each rank holds; of a rank that holds very many, the newest."""
+    """Return the shards that each rank holds; of a rank that holds very many, the newest."""
     newest = sorted(set(shards), reverse=True)[:_PAIRS]
     words = [clique, len(newest), *(word for pair in newest for word in pair)]
     rows = group.gather_numbers(words + [0] * (_WORDS - len(words)))

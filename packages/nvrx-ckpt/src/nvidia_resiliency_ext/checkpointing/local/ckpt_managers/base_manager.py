@@ -156,7 +156,7 @@ class BaseCheckpointManager(ABC):
         self._cleanup(iteration)
 
     def _failure_note(self) -> str:
-        """Return what a save in another process said about its failure."""
+        """Return the message of a failed save in another process."""
         return ""
 
     def _clique(self) -> int:
@@ -388,7 +388,7 @@ class BaseCheckpointManager(ABC):
         return SaveCall(None, (), [ckpt_id], problem)
 
     def _all_true(self, value: bool, problem: str) -> bool:
-        """Tell whether a value is true on all ranks; say what was wrong here if one is lost.
+        """Return whether a value is true on all ranks; raise with `problem` if a rank is lost.
 
         Raises:
             CheckpointingException: The ranks cannot agree, and something went wrong before.

@@ -59,7 +59,7 @@ class ReplicationStrategy(ABC):
     def retrieve_plan(
         self, globally_available_ids: Mapping[int, Sequence[Any]], wanted: Sequence[Any]
     ) -> ExchangePlan:
-        """Return who gives each rank the states that it wants.
+        """Return a plan of which rank sends each state to the ranks that want it.
 
         Args:
             globally_available_ids: For each global rank the ids that it has.

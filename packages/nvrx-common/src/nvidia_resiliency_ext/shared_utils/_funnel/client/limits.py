@@ -74,7 +74,7 @@ class Notices:
         return self._state not in {"", "up", "plain"}
 
     def emit(self) -> None:
-        """Log what was kept; the caller holds no lock."""
+        """Log the lines that were kept; the caller holds no lock."""
         while self._kept:
             try:
                 level, line = self._kept.popleft()
@@ -151,7 +151,7 @@ class MemoryBudget:
             return True
 
     def add(self, *, memory: int = 0, spill: int = 0) -> None:
-        """Count in what is there already, or out what has gone, and make waiters look again."""
+        """Change the counts of bytes in memory and in spill files, and wake waiters."""
         with self._changed:
             self.memory_bytes += memory
             self.spill_bytes += spill

@@ -39,7 +39,7 @@ class FunnelTls:
 
 
 def access_of(token_file: str | None, tls: FunnelTls | None) -> Access:
-    """Return what a connection shows; the token's file is given, or named by the environment.
+    """Return a connection's token and TLS; the token's file is given or named by the environment.
 
     Raises:
         ConfigError: A file cannot be used, `ca_file` is missing, or one of key and certificate.

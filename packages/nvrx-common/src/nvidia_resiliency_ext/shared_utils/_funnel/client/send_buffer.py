@@ -237,7 +237,7 @@ class SendBuffer:
                 self._wait_for_work(now)
 
     def _take(self, stream_id: str, seq: int) -> bool:
-        """Take a confirmation; tell whether it confirms anything new."""
+        """Take a confirmation; return whether it confirms any chunk for the first time."""
         result = None
         if stream_id == self._stream_id:
             with self._lock:

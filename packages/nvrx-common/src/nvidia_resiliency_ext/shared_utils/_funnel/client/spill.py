@@ -35,7 +35,7 @@ _KEY_DIGITS = 32
 
 @dataclass(frozen=True)
 class Identity:
-    """Whose lines a spill holds; `name` is the client's, for what it leaves behind."""
+    """Owner of the lines in a spill; `name` is the client's, by which a successor finds them."""
 
     name: str
     node_id: str
@@ -44,7 +44,7 @@ class Identity:
 
     @property
     def key(self) -> str:
-        """What the directory's name begins with."""
+        """Return the beginning of the directory's name."""
         text = f"{self.name}\0{self.node_id}\0{self.path}"
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_KEY_DIGITS]
 
@@ -79,7 +79,7 @@ def make_place(spill_dir: str, identity: Identity) -> tuple[str, int]:
 
 
 def ownerless(spill_dir: str, key: str = "") -> Iterator[tuple[str, int, Identity]]:
-    """Yield what ended processes left, oldest first: directory, descriptor, and whose it was.
+    """Yield spill directories of ended processes, oldest first: path, descriptor, identity.
 
     The descriptor has the lock on it and belongs to the caller.
     """

@@ -55,7 +55,7 @@ class Stream:
         self._next_batch_at = 0.0
 
     def is_done(self, seq: int) -> bool:
-        """Say whether every chunk up to a number is in its file, or was given up."""
+        """Return whether every chunk up to a number is in its file, or was given up."""
         return self._confirmed_seq >= seq or (seq < self._next_seq and not self.has_chunks())
 
     def seq_after_cut(self) -> int:
@@ -68,7 +68,7 @@ class Stream:
 
     @property
     def unconfirmed(self) -> Gap:
-        """How much of what was taken is neither confirmed nor given up."""
+        """Number of lines and bytes that are neither confirmed nor given up."""
         chunks = [*self._window, *self._waiting]
         spilled = Gap() if self.spill is None else self.spill.unread
         lines = sum(chunk.lines for chunk in chunks) + self.buffer.count(b"\n")
@@ -79,13 +79,13 @@ class Stream:
         return bool(self._window) or self.has_unsent()
 
     def has_unsent(self) -> bool:
-        """Say whether a chunk would leave now if the window let it."""
+        """Return whether a chunk would leave now if the window let it."""
         spilled = self.spill is not None and self.spill.has_unread()
         has_more = spilled or self._waiting or self._gap.lines
         return bool(has_more or self._sent < len(self._window))
 
     def window_is_full(self) -> bool:
-        """Say whether nothing new may leave before something is confirmed."""
+        """Return whether nothing new may leave before something is confirmed."""
         has_many = len(self._window) >= _MAX_WINDOW_CHUNKS
         return has_many or self._window_bytes >= self.budget.window_bytes
 
@@ -141,7 +141,7 @@ class Stream:
         return 0.0 if self.is_urgent else max(0.0, self._next_batch_at - now)
 
     def rewind(self) -> None:
-        """Send again what was sent and not confirmed: the connection broke."""
+        """Send all unconfirmed chunks again: the connection broke."""
         self._sent = 0
 
     def confirm(self, seq: int) -> bool | None:
@@ -175,7 +175,7 @@ class Stream:
         return not self.buffer or self.spill.append(self._peek_chunk(len(self.buffer)))
 
     def give_up(self) -> Gap:
-        """Drop everything; return what that was."""
+        """Drop all unconfirmed lines; return their number and size."""
         left = self.unconfirmed
         self._count("dropped", left.lines, left.size)
         self.release()
@@ -265,7 +265,7 @@ class Stream:
         return Chunk(self._next_seq, data, data.count(b"\n"))
 
     def _forget(self, end: int, chunk: Chunk) -> None:
-        """Remove from the buffer what has become a chunk."""
+        """Remove a chunk's bytes from the buffer, and count its lines."""
         self.counts["lines_broken"] += len(chunk.data) > end
         if end == len(self.buffer):
             self.buffer.clear()

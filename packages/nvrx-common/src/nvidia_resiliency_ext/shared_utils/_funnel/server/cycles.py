@@ -99,7 +99,7 @@ class Completion:
         return sorted(found, key=attrgetter("family", "number")), next_at
 
     def announce(self, *, at_end: bool = False) -> None:
-        """Announce what looks complete; at the end that is all that was written."""
+        """Announce cycle logs that look complete; at the end all that were written."""
         with self._lock:
             self._check_at = math.inf
             done, next_at = self.take_complete(time.monotonic(), at_end=at_end)

@@ -30,7 +30,7 @@ _SUFFIX = ".nvrx-acks"
 
 @dataclass(slots=True)
 class Ledger:
-    """What a ledger says about its log: each stream's last number in it, who wrote it last."""
+    """Content of a ledger: the last number of each stream in the log, and the last writer."""
 
     seqs: dict[str, int] = field(default_factory=dict)
     cut_log_to: int | None = None  # it ends inside a batch
@@ -44,7 +44,7 @@ def ledger_name(log_name: str) -> str:
 
 
 def is_ledger_name(name: str) -> bool:
-    """Tell whether a file of that name is a ledger, which no sender may write to."""
+    """Return whether a file of that name is a ledger, which no sender may write to."""
     return name.startswith(".") and name.endswith(_SUFFIX)
 
 
@@ -70,7 +70,7 @@ def encode_all(size: int, seqs: dict[str, int]) -> bytes:
 
 
 def read_ledger(data: bytes, log_size: int) -> Ledger:
-    """Return what a ledger says about a log of that size, passing over lines that are no records.
+    """Return a ledger's statement about a log of that size; lines that are no records are ignored.
 
     A batch is written only after its record is whole.
     """
@@ -125,8 +125,8 @@ _FIRST_PRINTABLE, _DELETE = 0x20, 0x7F
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A file below a root."""
+class LogPath:
+    """The path of a log: an allowed root, and the names below it."""
 
     root: str
     names: tuple[str, ...]
@@ -155,8 +155,8 @@ class Roots:
         if not self._resolved:
             raise ConfigError("no allowed root is given")
 
-    def locate(self, path: str) -> Place:
-        """Return the place that a path names, from its text alone."""
+    def locate(self, path: str) -> LogPath:
+        """Split `path` into its allowed root and the names below; the file system is not asked."""
         if not path:
             raise _invalid("file_path is empty")
         shown = repr(path if len(path) <= 200 else path[:200] + "...")  # noqa: PLR2004
@@ -176,18 +176,18 @@ class Roots:
         for count in range(len(names) - 1, -1, -1):
             root = self._resolved.get("/" + "/".join(names[:count]))
             if root is not None:
-                return Place(root, tuple(names[count:]))
+                return LogPath(root, tuple(names[count:]))
         raise _invalid(f"outside of the allowed roots: {shown}")
 
-    def open(self, place: Place) -> tuple[int, int]:
+    def open(self, log_path: LogPath) -> tuple[int, int]:
         """Open a log for appending, with the directories to it made where they are missing."""
-        directory = os.open(place.root, _OPEN_DIRECTORY)
+        directory = os.open(log_path.root, _OPEN_DIRECTORY)
         try:
-            for name in place.names[:-1]:
+            for name in log_path.names[:-1]:
                 child = _enter(directory, name)
                 os.close(directory)
                 directory = child
-            return directory, _open_log(directory, place.names[-1])
+            return directory, _open_log(directory, log_path.names[-1])
         except BaseException:
             # Nothing is swallowed; only the descriptor goes.
             os.close(directory)
@@ -238,12 +238,12 @@ class StaleLogError(OSError):
 class LogFile:
     """A log that this server appends to, locked against other servers."""
 
-    def __init__(self, roots: Roots, place: Place) -> None:
-        self._directory, self._log = roots.open(place)
+    def __init__(self, roots: Roots, log_path: LogPath) -> None:
+        self._directory, self._log = roots.open(log_path)
         self._ledger = -1
         self._ledger_bytes = 0
         self._compact_above = _COMPACT_ABOVE_BYTES
-        self._name = ledger_name(place.names[-1])
+        self._name = ledger_name(log_path.names[-1])
         self.seqs: dict[str, int] = {}
         self.last_stream: str | None = None
         self.ends_line = True
@@ -386,7 +386,7 @@ def _groups(buffers: Sequence[Piece]) -> Iterator[list[Piece]]:
 
 
 def _lock(descriptor: int) -> None:
-    """Keep other servers from the log: what one has cut back, another may be writing."""
+    """Lock the log against other servers, which could write where this one truncates."""
     try:
         lock_file(descriptor)
     except BlockingIOError:

@@ -56,7 +56,7 @@ class Funnel:
                 raise
 
     def finish(self, source: Source, *, is_clean: bool) -> None:
-        """Note that nothing more comes from a source; what was taken will still be written."""
+        """Record the end of a source; its accepted chunks will still be written."""
         now = time.monotonic()
         with self.queue.lock:
             if source.waiting is not None:
@@ -150,10 +150,10 @@ class Funnel:
             self._detach_oldest(source, now)
         target = self.queue.targets.get(path)
         if target is None:
-            place = self._roots.locate(path)
+            log_path = self._roots.locate(path)
             if len(self.queue.targets) >= self._options.max_files:
                 self._forget_one()
-            target = Target(path, place, self.queue.cycles.track(path, now))
+            target = Target(path, log_path, self.queue.cycles.track(path, now))
             self.queue.targets[path] = target
         target.users += 1
         source.targets[path] = source.current = target
@@ -220,7 +220,7 @@ class Funnel:
         self.queue.arrange(target, now)
 
     def _grant(self) -> list[Source]:
-        """Let in what has space now, first come first served; return whom to tell."""
+        """Accept waiting chunks that have space now, in order; return the sources to notify."""
         moved: list[Source] = []
         if not self._waiting:
             return moved

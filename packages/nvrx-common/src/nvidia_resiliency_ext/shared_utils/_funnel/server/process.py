@@ -95,7 +95,7 @@ def stop_event() -> asyncio.Event:
 
 
 async def happened(what: Awaitable[Any], timeout_s: float) -> bool:
-    """Wait for something; tell whether it came in time."""
+    """Wait for an awaitable; return whether it ended in time."""
     try:
         await asyncio.wait_for(what, timeout_s)
     except (asyncio.TimeoutError, TimeoutError):
@@ -176,7 +176,7 @@ async def _listen(service: Service, config: ServerConfig) -> tuple[Any, str]:
 
 
 def _address(host: str, port: int) -> str:
-    """Return what gRPC calls an address; a host `unix:PATH` is a Unix socket without a port."""
+    """Return the address for gRPC; a host `unix:PATH` is a Unix socket without a port."""
     if host.startswith("unix:"):
         return host
     if ":" in host and not host.startswith("["):
@@ -185,7 +185,7 @@ def _address(host: str, port: int) -> str:
 
 
 def _is_served(address: str) -> bool:
-    """Tell whether somebody listens on a Unix socket; gRPC would take its place in silence."""
+    """Return whether somebody listens on a Unix socket; gRPC would take its place in silence."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:

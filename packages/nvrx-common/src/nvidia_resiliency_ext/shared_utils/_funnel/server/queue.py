@@ -74,7 +74,7 @@ class FunnelOptions:
 
 
 class Queue:
-    """What waits for files, and the threads that write it. `lock` guards every field.
+    """Chunks that wait to be written, and the writer threads. `lock` guards every field.
 
     A target is with one writer at a time; files are opened, written and closed without the lock.
     There are two writers as long as they come along, and one more whenever all hang. All threads
@@ -154,7 +154,7 @@ class Queue:
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def arrange(self, target: Target, now: float) -> None:
-        """Have what waits for a target written, now or when enough time has passed; locked."""
+        """Schedule a write of a target's chunks, now or when enough time has passed; locked."""
         if target in self.working or target.error is not None:
             return
         is_enough = self._is_enough(target)
@@ -248,7 +248,7 @@ class Queue:
             self.settled.notify_all()
             if self._ready and not self._idle_writers and len(self._writers) < _MAX_WRITERS:
                 self._start_writer()
-        _tell(moved)
+        _notify(moved)
         for path in hanging:
             _logger.warning("writing %r hangs; its data waits", path)
 
@@ -286,7 +286,7 @@ class Queue:
                 self._on_error(target, OSError(f"{type(error).__name__}: {error}"))
 
     def _serve(self, target: Target) -> None:
-        """Write what waits for a target; in a writer's thread, which alone has it."""
+        """Write the waiting chunks of a target; in a writer's thread, which alone has it."""
         while True:
             with self.lock:
                 self.working[target] = time.monotonic()
@@ -326,7 +326,7 @@ class Queue:
                 self.arrange(target, time.monotonic())
 
     def _open_log(self, target: Target) -> LogFile:
-        target.log = LogFile(self._roots, target.place)
+        target.log = LogFile(self._roots, target.log_path)
         with self.lock:
             self.open[target] = None
             if len(self.open) > self._options.max_open_files:
@@ -348,7 +348,7 @@ class Queue:
         self.settled.notify_all()
 
     def _is_enough(self, target: Target) -> bool:
-        """Tell whether what waits for a target is not to be kept for more."""
+        """Return whether a target's chunks are to be written now, without waiting for more."""
         is_full = target.held_bytes >= self._enough_bytes
         return is_full or target.is_awaited or self.is_closed
 
@@ -384,7 +384,7 @@ class Queue:
             self.settled.notify_all()
         if error is not None:
             _logger.info("%r can be written again", target.path)
-        _tell(moved)
+        _notify(moved)
         return goes_on
 
     def _on_error(self, target: Target, error: OSError) -> None:
@@ -400,7 +400,7 @@ class Queue:
         if is_new:
             why = error.strerror or error
             _logger.error("%r cannot be written: %s; its data waits", target.path, why)
-        _tell(moved)
+        _notify(moved)
 
     def _on_unsafe(self, target: Target, error: OSError) -> None:
         reason = f"not a place for a log: {target.path!r}: {error.strerror or error}"
@@ -421,11 +421,11 @@ class Queue:
                 moved.add(pending.source)
             self._release(target)
             moved.update(self._grant())
-        _tell(moved)
+        _notify(moved)
 
 
-def _tell(sources: Iterable[Source]) -> None:
-    """Tell connections that their sources moved; with no lock held."""
+def _notify(sources: Iterable[Source]) -> None:
+    """Notify connections of the progress of their sources; with no lock held."""
     for source in sources:
         source.on_progress(source)
 

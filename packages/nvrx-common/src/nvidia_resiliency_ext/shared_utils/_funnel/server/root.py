@@ -75,7 +75,7 @@ class StreamRpc(Rpc):
         return chunks.response("OK", sum(s.received_bytes for s in sources), seq)
 
     def clients(self) -> list[dict[str, Any]]:
-        """Return what a StatsResponse says of each source."""
+        """Return the fields of a StatsResponse for each source."""
         now = time.monotonic()
         return [
             {

@@ -70,7 +70,7 @@ class Rpc(abc.ABC):
         """Return the answer to a call that has ended."""
 
     def clients(self) -> list[dict[str, Any]]:
-        """Return what a StatsResponse says of each stream."""
+        """Return the fields of a StatsResponse for each stream."""
         return []
 
     @abc.abstractmethod
@@ -152,7 +152,7 @@ class Service(abc.ABC):
 
     @property
     def is_healthy(self) -> bool:
-        """What the server answers to a health check."""
+        """The answer to a health check."""
         return True
 
     def prepare_end(self) -> None:
@@ -160,7 +160,7 @@ class Service(abc.ABC):
 
     @abc.abstractmethod
     def log_stats(self) -> None:
-        """Log what was done so far."""
+        """Log counters of the service."""
 
     @abc.abstractmethod
     def _open(self, context: Any, *, acknowledges: bool) -> Rpc: ...

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from .chunks import NEWLINE_BYTE, Refusal
 from .cycles import CycleFile
-from .files import IOV_MAX, LogFile, Piece, Place
+from .files import IOV_MAX, LogFile, LogPath, Piece
 
 _BATCH_BYTES = 4 << 20
 _CAREFUL_BATCH_BYTES = 64 << 10
@@ -26,7 +26,7 @@ class Target:
     """One log."""
 
     path: str  # as the sender named it
-    place: Place
+    log_path: LogPath
     cycle: CycleFile | None
     waiting: deque[Pending] = field(default_factory=deque)  # not in the file, in order
     held_bytes: int = 0  # of the messages of `waiting`
@@ -46,11 +46,11 @@ class Target:
 
     @property
     def is_troubled(self) -> bool:
-        """Writing it fails or hangs."""
+        """Return whether writing the log fails or hangs."""
         return self.is_stalled or self.error is not None
 
     def next_batch(self) -> list[Pending]:
-        """Return what to write next; it stays in `waiting` until `done`."""
+        """Return the chunks to write next; they stay in `waiting` until `done`."""
         most = _CAREFUL_BATCH_BYTES if self.error is not None else _BATCH_BYTES
         taken: list[Pending] = []
         size = 0
@@ -78,7 +78,7 @@ class Target:
 
 @dataclass(slots=True)
 class Batch:
-    """What to write for some chunks, and what is true of the log once it is written."""
+    """One write: its bytes, and the state of the log after it."""
 
     buffers: list[Piece] = field(default_factory=list)
     seqs: dict[str, int] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class Batch:
 
     @classmethod
     def plan(cls, chunks: list[Pending], log: LogFile) -> Batch:
-        """Leave out what the log has, and end a line that somebody else left unfinished."""
+        """Plan a write: skip chunks that the log has, end a line that another writer left open."""
         plan = cls(ends_line=log.ends_line, last_stream=log.last_stream)
         for pending in chunks:
             plan._add(pending, log)

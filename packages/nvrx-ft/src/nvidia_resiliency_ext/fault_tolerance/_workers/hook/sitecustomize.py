@@ -73,7 +73,7 @@ class _ControlSocket:
         return True
 
     def send(self, **message: object) -> None:
-        """Tell the launcher something; it may be gone."""
+        """Send the launcher a message; end this process if the launcher is gone."""
         import json
 
         try:
@@ -86,7 +86,7 @@ class _ControlSocket:
 
 
 class _Group:
-    """What one entry of the import list brought, or its part from other packages: one whole."""
+    """The changes that one entry of the import list made, or its part in other packages."""
 
     def __init__(self, *, alone: bool) -> None:
         self.alone = alone
@@ -245,7 +245,7 @@ class _Held:
         return spec
 
     def give_back(self, index: int) -> None:
-        """Put a group, and those before it, into `sys.modules` and say what came too late."""
+        """Put a group, and those before it, into `sys.modules`, and report late changes."""
         first = index if self._groups[index].alone else 0
         groups = [group for group in self._groups[first : index + 1] if group.modules]
         if not groups:
@@ -294,7 +294,7 @@ class _Held:
 
 
 class _Handover:
-    """The loader of one held module; asks the real loader whatever else it is asked."""
+    """The loader of one held module; other attributes are those of the real loader."""
 
     def __init__(self, held: _Held, module: ModuleType, spec: ModuleSpec, index: int) -> None:
         self._held = held
@@ -306,7 +306,7 @@ class _Handover:
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Undo what the import system wrote into it, and give all of them back."""
+        """Restore the module's own specification, and give back the modules of its group."""
         module.__spec__ = self._spec
         self._held.give_back(self._index)
 
@@ -380,7 +380,7 @@ def _set_variable(name: str, value: str | None) -> None:
 
 
 def _shadowing(directories: Iterable[str], origins: Mapping[str, str | None]) -> str | None:
-    """Return what in `directories` would be found before a module of `origins`, or None."""
+    """Return a file in `directories` that shadows a module of `origins`, or None."""
     from importlib.machinery import all_suffixes
 
     seen: set[str] = set()
@@ -442,7 +442,7 @@ def _stand_aside() -> Callable[[], None]:
 
 
 def _facts() -> dict[str, object]:
-    """Return what an import may not change, by the name that a person would give it."""
+    """Return the process state that an import must not change, by a name for users."""
     import _locale
     import _signal  # type: ignore[import-not-found]
     import builtins

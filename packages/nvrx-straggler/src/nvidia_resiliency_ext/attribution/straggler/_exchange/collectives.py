@@ -37,7 +37,7 @@ _HALF_DIGEST = 6
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank says about itself in the header.
+    """State of one rank in the header of an exchange.
 
     Attributes:
         tables: Digest of its tables of names, 16 bytes.
@@ -59,7 +59,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks know after the first collective.
+    """Result of the first collective, the same on all ranks.
 
     Attributes:
         same_tables: All ranks number names alike.
@@ -79,7 +79,7 @@ class Agreement:
 
 
 def agree(state: RankState, medians: Array, group: ProcessGroup | None) -> tuple[Agreement, Array]:
-    """Return what all ranks agree on, and the least median of each of the first 4080 entries.
+    """Return the agreement of all ranks, and the least median of each of the first 4080 entries.
 
     The medians count only when all ranks propose the same tables.
 

@@ -48,7 +48,7 @@ logger = logging.getLogger("nvrx")
 
 @dataclass(frozen=True)
 class RankData:
-    """What one rank brings to a report.
+    """Data of one rank for a report.
 
     Attributes:
         sections: Summary of each section of the window, ms.
@@ -78,7 +78,7 @@ class RankData:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a report exchange gives to one rank.
+    """Result of a report exchange for one rank.
 
     Attributes:
         report: The report, None where this rank gets none.
@@ -168,7 +168,7 @@ class ReportGenerator:
 
     @property
     def exchanges(self) -> bool:
-        """Tell whether a report is a collective."""
+        """Return whether a report is a collective."""
         return self.is_computing_rel_scores or self.gather_on_rank0
 
     def generate_report(
@@ -244,11 +244,11 @@ class ReportGenerator:
         return window, kernels, data.has_failed
 
     def _place(self) -> tuple[int, int, str]:
-        """Return what rank 0 must be told about this rank when it changes."""
+        """Return world size, rank and node, which rank 0 must learn when they change."""
         return self.world_size, self.rank, self.node_name
 
     def _agree(self, data: RankData, window: Window) -> tuple[collectives.Agreement, Array]:
-        """Return what all ranks agree on and the reference of every entry of the tables."""
+        """Return the agreement of all ranks and the reference of every entry of the tables."""
         mapper = self.name_mapper
         proposal = mapper.propose(window.kernel_names, window.section_names)
         medians = self._medians(window, proposal)
@@ -336,7 +336,7 @@ class ReportGenerator:
     def _row(
         self, scored: _Scored, window: Window, status: str, dropped: int
     ) -> npt.NDArray[np.float32]:
-        """Return what travels: scores, then details; sections by number if ranks exchange them."""
+        """Return the row to send: scores, details; sections by number if ranks exchange those."""
         if self.gather_on_rank0:
             numbers = self.name_mapper.section_name_to_id
             count = self.name_mapper.section_counter

@@ -68,11 +68,11 @@ class Exchange(Generic[T]):
 
     @property
     def is_done(self) -> bool:
-        """Whether it has a result or has failed."""
+        """Whether the exchange has a result or has failed."""
         return self._done.is_set()
 
     def run(self) -> None:
-        """Run it in this thread and keep what comes of it."""
+        """Run the exchange in this thread and keep its result or error."""
         try:
             self._result = self._run(self)
         except BaseException as error:  # noqa: BLE001 - `result` raises it
@@ -81,7 +81,7 @@ class Exchange(Generic[T]):
         self._woken.set()
 
     def refuse(self, reason: str) -> None:
-        """End it without running it."""
+        """End the exchange without running it."""
         self.error = ReportsEndedError(reason)
         self._done.set()
         self._woken.set()
@@ -182,7 +182,7 @@ class ExchangeWorker:
     def close(self) -> bool:
         """End the thread and the connections to other ranks.
 
-        A thread that waits for a rank that never comes is left behind, with its connections: to
+        A thread that waits for a rank that never comes is abandoned, with its connections: to
         close them would wait for the collective. False then, and in a forked child, whose parent
         has the thread and the connections.
         """

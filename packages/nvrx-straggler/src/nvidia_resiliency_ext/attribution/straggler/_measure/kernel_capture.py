@@ -66,7 +66,7 @@ class KernelCapture:
         return True
 
     def stop(self) -> None:
-        """Switch off what one `start` has switched on."""
+        """Undo one `start` of kernel profiling."""
         try:
             self.manager.stop_profiling()
         except RuntimeError as error:

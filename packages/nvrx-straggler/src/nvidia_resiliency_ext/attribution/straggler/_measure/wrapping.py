@@ -139,7 +139,7 @@ class Wrapping:
 def _of_the_same_kind(
     callable_id: CallableId, raw: Any, timed: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Any:
-    """Return what goes in the place of an attribute, of the same kind as `raw`."""
+    """Return the timed replacement of an attribute, of the same kind as `raw`."""
     obj, name = callable_id.obj, callable_id.name
     if isinstance(obj, ModuleType):
         return timed(raw)

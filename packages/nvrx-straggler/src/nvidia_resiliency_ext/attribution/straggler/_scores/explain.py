@@ -21,7 +21,7 @@ _NO_DETAIL = RankDetail(0.0, 0.0, "ok", 0, 0, ())
 
 @dataclass(frozen=True)
 class RankExplanation:
-    """What a report says about one rank; `str()` gives a few lines of text.
+    """Explanation of one rank's scores; `str()` gives a few lines of text.
 
     Attributes:
         rank: The rank.

@@ -45,7 +45,7 @@ _SMALLEST = float(np.finfo(np.float64).tiny)
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Tell whether a value is a real number; True and False are none."""
+    """Return whether a value is a real number; True and False are none."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
@@ -126,7 +126,7 @@ class ScoringOptions:
 
     @property
     def is_minimum_of_all(self) -> bool:
-        """Tell whether a minimum over all ranks is the reference: one reduction tells it."""
+        """Return whether a minimum over all ranks is the reference: one reduction tells it."""
         return self.quantile == 0 and not self.peer_groups
 
     def peers_of(self, rank: int, world_size: int) -> list[int]:
@@ -146,7 +146,7 @@ class ScoringOptions:
 
 @dataclass
 class Window:
-    """What one rank measured since the last report.
+    """Measurements of one rank since the last report.
 
     Attributes:
         kernel_names: Kernels that are compared.
@@ -174,14 +174,14 @@ class Window:
 
 
 def _is_compute(name: str) -> bool:
-    """Tell whether a kernel of this name does not wait for other ranks."""
+    """Return whether a kernel of this name does not wait for other ranks."""
     return not any(part in name for part in COMMUNICATION_KERNELS)
 
 
 def read_window(
     sections: Summaries, kernels: Summaries, options: ScoringOptions, decisions: dict[str, bool]
 ) -> tuple[Window, Summaries]:
-    """Return what counts of a rank's summaries, and its kernel summaries without communication.
+    """Return the window of a rank's summaries, and its kernel summaries without communication.
 
     Args:
         sections: Summary of each section.

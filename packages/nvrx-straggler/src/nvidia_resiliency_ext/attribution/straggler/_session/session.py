@@ -78,7 +78,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """What `Detector.initialize` was given; see there."""
+    """Arguments of `Detector.initialize`; see there."""
 
     scores_to_compute: tuple[str, ...]
     gather_on_rank0: bool
@@ -427,7 +427,7 @@ class Session:
         return exchange
 
     def _join_world(self) -> ExchangeWorker:
-        """Return what runs collectives among the ranks of now: it is new with a new world."""
+        """Return the worker for collectives of the present ranks; a new world gets a new worker."""
         if self._worker is None or self._world is not dist.group.WORLD:
             self._leave_world()
             self._world = dist.group.WORLD

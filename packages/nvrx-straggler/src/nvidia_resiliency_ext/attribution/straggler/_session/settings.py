@@ -82,7 +82,7 @@ class Settings:
         return {name: getattr(self, name) for name in DEFAULT_THRESHOLDS}
 
     def measures(self, rank: int) -> bool:
-        """Tell whether this rank measures."""
+        """Return whether this rank measures."""
         return self.enabled and (self._ranks is None or rank in self._ranks)
 
     def iterations_between_reports(self, step_time: float) -> int | None:
