@@ -6,13 +6,17 @@ A bounded form of `bench/chaos_hangs.py`, with real DDP over gloo.
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hang_trials import KINDS, plan, run_on_hosts, run_on_one_node
+from fault_jobs import LAUNCHER
+from hang_trials import KINDS, PROGRAM, plan, run_on_hosts, run_on_one_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,6 +48,22 @@ def test_the_rank_that_hangs_is_blamed_and_not_one_that_waits(folder: Path) -> N
     """Each of these kinds once, in random ranks and places: one fault, with the right rank."""
     kinds = [kind for kind in KINDS if kind not in ON_HOSTS]
     check(run_on_one_node, folder, plan(9, len(kinds), RANKS, kinds), RANKS)
+
+
+def test_the_rank_that_hangs_before_all_meet_is_blamed(folder: Path) -> None:
+    """A rank without a client has broken no limit: those that wait for its store have, and wait."""
+    log = folder / "log"
+    command = [
+        *(sys.executable, "-m", LAUNCHER, "--standalone", "--nproc-per-node", str(RANKS)),
+        *("--max-restarts", "1", "--log-dir", str(folder), "--ft-prewarm", "off"),
+        *("--ft-rank-section-timeouts", "setup:15", str(PROGRAM.with_name("hanging_start.py"))),
+    ]
+    with log.open("wb") as output:
+        ended = subprocess.run(
+            command, stdout=output, stderr=output, timeout=LIMIT_S / 2, check=False
+        )
+    record = json.loads((folder / "failures.jsonl").read_text().splitlines()[0])
+    assert (ended.returncode, record["rank"]) == (0, 0), log.read_text()
 
 
 @pytest.mark.netns
