@@ -196,12 +196,20 @@ def test_default_imports():
     assert dict(with_optional(("numpy", "mine"))) == {"numpy": True, "mine": False}
 
 
+def test_workers_that_are_ending_say_nothing_of_standbys():
+    """At a restart nobody maps torch, and ready standbys must not be ended for that."""
+    with subprocess.Popen(["true"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        for pids in ([], [1 << 30], [process.pid], [1 << 30, process.pid]):
+            assert conditions.wants_prewarming(pids) is None
+
+
 @pytest.mark.slow
 def test_workers_without_torch_want_no_standbys():
     """Workers gain from standbys only with libtorch mapped."""
-    assert not conditions.wants_prewarming(
-        [os.getpid(), 1 << 30] if "torch" not in sys.modules else []
-    )
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        assert conditions.wants_prewarming([process.pid]) is False
+        process.communicate()
     pytest.importorskip("torch")
     code = "import torch, sys; print('up', flush=True); sys.stdin.read()"
     with subprocess.Popen(

@@ -47,9 +47,6 @@ class RendezvousSettings:
         segment: Number of consecutive ranks that must share an NVLink domain.
         replacement_group_size: Number of nodes that a replacement group must have to be used.
         nproc_per_node: Workers on this node.
-
-    Example:
-        >>> settings = RendezvousSettings("job", 2, 3, RendezvousTimeout(), timedelta(seconds=5), 3)
     """
 
     run_id: str

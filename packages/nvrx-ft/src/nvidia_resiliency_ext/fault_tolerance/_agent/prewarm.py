@@ -107,7 +107,8 @@ class PrewarmStarter(workers.Starter):
             if standby.ready is not None and (path := standby.stale_file()) is not None:
                 logger.info("standby %d is replaced: %s changed on disk", slot, path)
                 self._pool.renew(slot)
-        self._pool.want(conditions.wants_prewarming(self._job.running_pids()))
+        wanted = conditions.wants_prewarming(self._job.running_pids())
+        self._pool.want(self._pool.wanted if wanted is None else wanted)
 
     def _arm(self, delay_s: float) -> None:
         if self._timer is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from nvidia_resiliency_ext.shared_utils import procfs
 from nvidia_resiliency_ext.shared_utils.os_utils import read_regular_file
@@ -141,9 +141,11 @@ def read_text(path: str) -> str | None:
     return data.decode("utf-8", "replace") if len(data) <= _LARGEST_ENTRY_BYTES else None
 
 
-def wants_prewarming(worker_pids: Iterable[int]) -> bool:
-    """Return whether any of the workers has libtorch mapped: only then does prewarming help."""
-    return any(procfs.maps_name(pid, _LIBTORCH) for pid in worker_pids)
+def wants_prewarming(worker_pids: Sequence[int]) -> bool | None:
+    """Return whether a worker maps libtorch, so that prewarming helps; None: they are ending."""
+    if any(procfs.maps_name(pid, _LIBTORCH) for pid in worker_pids):
+        return True
+    return False if worker_pids and all(procfs.maps_name(p, "") for p in worker_pids) else None
 
 
 # In this order: between two entries a prewarmed worker looks whether "go" is there already, and a

@@ -193,7 +193,8 @@ def _gather(store: Any, prefix: str, state: State, limit: timedelta) -> tuple[in
             call_store.set(_NONCE, secrets.token_hex(8))
         access, left = StoreAccess(call_store), timedelta(seconds=deadline.remaining())
         try:
-            pass_barrier(access, [state.rank], _BARRIER, state.world_size, left, None)
+            if pass_barrier(access, [state.rank], _BARRIER, state.world_size, left, None):
+                return number, call_store
         except BarrierTimeout as error:
             late = error
         except BarrierOverflow as error:

@@ -47,18 +47,22 @@ def pass_barrier(
     rendezvous_count: int,
     timeout: timedelta | None,
     timeout_chunk: timedelta | None,
-) -> None:
-    """Arrive for `ranks` and wait until so many have arrived; once per store and name."""
+) -> bool:
+    """Arrive for `ranks` and wait until so many have arrived; once per store and name.
+
+    Return True where this call completed it; others learn from `close_barrier` how it ended.
+    """
     arrived, _, done = _barrier_keys("barrier", group_name)
     count = access.add(arrived, len(ranks))
     if count > rendezvous_count:
         raise _overflow(group_name, count, rendezvous_count)
     if count == rendezvous_count:
-        access.settle(done, _DONE)
-    elif _is_no_wait(timeout):
+        return access.settle(done, _DONE) == _DONE
+    if _is_no_wait(timeout):
         raise _too_late(group_name, count, rendezvous_count, timeout)
-    elif not _wait(access, done, timeout, timeout_chunk, lambda: False):
+    if not _wait(access, done, timeout, timeout_chunk, lambda: False):
         raise _too_late(group_name, access.add(arrived, 0), rendezvous_count, timeout)
+    return False
 
 
 def close_barrier(access: StoreAccess, group_name: str) -> bool:
