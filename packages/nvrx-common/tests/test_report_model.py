@@ -297,7 +297,18 @@ def test_job_ends_without_a_launcher_that_nobody_recorded_as_lost(how: str) -> N
     timeline = build_timeline([job.file() for job in nodes])
     assert timeline.is_ended
     assert any("n1" in note and "lost" in note for note in timeline.notes)
-    nodes[1].at(200, Progress(iteration=40), rank=1)
+    nodes[1].at(90, Progress(iteration=40), rank=1)
+    assert not build_timeline([job.file() for job in nodes]).is_ended
+
+
+def test_job_goes_on_without_a_node_that_lost_the_store() -> None:
+    """A node that is cut off leaves; the others, which write nothing while they wait, do not."""
+    nodes = [RecordedJob("n1", launch_id=name) for name in "abc"]
+    for number, job in enumerate(nodes):
+        job.at(number * 0.1, JobStart(), None)
+        job.at(1, CycleStart(world_size=3, reason="start")).at(10, FirstStep(), rank=number)
+    nodes[2].at(50, Fault(cause="store_lost", what="the store is lost"))
+    nodes[2].at(53, JobEnd(result="the store is lost", exit_code=1), None)
     assert not build_timeline([job.file() for job in nodes]).is_ended
 
 

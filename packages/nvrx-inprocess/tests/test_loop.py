@@ -340,7 +340,7 @@ def test_who_leaves_says_why(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_who_gives_up_after_a_loss_says_who_was_lost(caplog: pytest.LogCaptureFixture) -> None:
-    """Where too few are left, log and record name the lost rank, and the call that it was in."""
+    """Where too few are left, the log names the lost rank; no restart has happened."""
 
     class Losing(Monitor):
         def arrive(self, *_: object) -> None:
@@ -351,7 +351,6 @@ def test_who_gives_up_after_a_loss_says_who_was_lost(caplog: pytest.LogCaptureFi
     retries = RetryController(min_world_size=2)
     with call_of(State(0, 2), Losing(), initialize=retries) as (loop, monitor):
         loop.event_log = SimpleNamespace(record=lambda event, **_: events.append(event))
-        loop.rendezvous.call = 5
 
         def function() -> None:
             monitor.records = (InterruptionRecord(1, Interruption.TERMINATED),)
@@ -361,7 +360,18 @@ def test_who_gives_up_after_a_loss_says_who_was_lost(caplog: pytest.LogCaptureFi
         with pytest.raises(RestartAbort):
             loop.run(function, (), {})
     assert "rank 1 was killed or crashed; this rank leaves after" in caplog.text
-    assert [(event.call, event.lost_ranks) for event in events] == [(5, (1,))]
+    assert not events
+
+
+def test_the_record_of_a_restart_has_its_call() -> None:
+    """Restarts of two calls have the same iterations: the number of the call tells them apart."""
+    events: list[InprocRestart] = []
+    state = State(0, 1)
+    with call_of(state) as (loop, _):
+        loop.event_log = SimpleNamespace(record=lambda event, **_: events.append(event))
+        loop.rendezvous.call = 5
+        loop.run(raises_in(1, state), (), {})
+    assert [(event.call, event.iteration) for event in events] == [(5, 0)]
 
 
 def test_who_never_calls_the_function_is_done_without() -> None:

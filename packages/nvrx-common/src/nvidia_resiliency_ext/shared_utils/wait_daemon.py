@@ -54,9 +54,6 @@ def wait_for_pids(pids: Iterable[int], timeout_s: float | None = None) -> None:
 
     Raises:
         DeadlineExceededError: Some still ran when the time was up; the message names them.
-
-    Example:
-        >>> wait_for_pids([os.getpid()], timeout_s=60.0)
     """
     _wait_for(list(pids), Deadline.after(timeout_s))
 

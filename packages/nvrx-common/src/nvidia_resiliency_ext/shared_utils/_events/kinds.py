@@ -71,7 +71,7 @@ class JobEnd(Event):
         result: `success`, or the reason.
         exit_code: Exit code of the launcher.
         restarts: Restarts of the job.
-        is_over: True: the job is over on all nodes, and this launcher has heard it.
+        is_over: True: this launcher has heard that the job ends on all nodes.
     """
 
     kind: ClassVar[str] = "job_end"

@@ -295,6 +295,7 @@ def _inprocess_faults(
             onset = max(cycle.start, first.at - sum(phases.values()))
             text, fields = first.text("cause"), first.record.fields
             ranks = fields.get("culprits") or fields.get("ranks")
+            hang = first.shown("hang") if fields.get("culprits") else ""
             cause = next((c for word, c in _INPROCESS_CAUSES.items() if word in text), "exception")
             note = FaultNote(
                 at=min(first.at, onset + phases.get("detect", 0.0)),
@@ -304,8 +305,8 @@ def _inprocess_faults(
                 cycle=cycle.number,
                 rank=ranks[0] if isinstance(ranks, list) and ranks else None,
                 cause=cause,
-                what=first.shown("hang") or text,
-                detail=text if first.shown("hang") else "",
+                what=hang or text,
+                detail=text if hang else first.shown("hang"),
                 detected_by=first.record.src,
                 deadline_s=phases.get("detect"),
                 late_s=None,

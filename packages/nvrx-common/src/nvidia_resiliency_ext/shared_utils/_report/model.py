@@ -35,7 +35,7 @@ NO_CHECKPOINT = (
     "No checkpoint was recorded, so work lost through faults is unknown and goodput an upper bound."
     " Record a CkptSave event when a save is complete, to have it measured."
 )
-_LOSSES = frozenset({"node_lost", "store_lost"})
+_SILENT_S = 30.0  # A launcher that lives writes sooner: while ranks train, while it stops them.
 
 _LONGEST_PATH = 160
 _MOST_JOBS = 20
@@ -246,13 +246,16 @@ def _endings(events: Sequence[TimedEvent], ends: Sequence[TimedEvent]) -> tuple[
     """Return whether the record has an end, with notes on whose end is not in it."""
     last = {(event.host, event.launch): event.at for event in events}
     missing = last.keys() - {(event.host, event.launch) for event in ends}
-    losses = [each for each in events if each.kind == "fault" and each.text("cause") in _LOSSES]
-    losses += [each for each in ends if each.record.fields.get("is_over")]
+    # A lost store is the loss of its host alone.
+    causes = {"node_lost", "store_lost"} if len(missing) == 1 else {"node_lost"}
+    faults = [each for each in events if each.kind == "fault" and each.text("cause") in causes]
+    losses = [(each, each.at) for each in faults]
+    losses += [(each, each.at - _SILENT_S) for each in ends if each.record.fields.get("is_over")]
     # Lost by the record of another launch, and silent since: who writes again was not lost.
     lost = {
         launch
         for launch in missing
-        if any((each.host, each.launch) != launch and each.at >= last[launch] for each in losses)
+        if any((each.host, each.launch) != launch and at >= last[launch] for each, at in losses)
     }
     if not ends or missing != lost:
         note = "The record has no end: the job is still running, or its launcher was killed."

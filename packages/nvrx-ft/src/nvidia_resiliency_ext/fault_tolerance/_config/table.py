@@ -117,7 +117,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("attribution_endpoint", v.or_none(v.TEXT), None, ATTRIBUTION,
         "Service that reads logs and says why a cycle ended: localhost, or its address."),
     Option("attribution_stop_action", v.or_none(v.choice("log", "no-restart")), None, ATTRIBUTION,
-        "What follows when attribution says that a restart is useless; none: log."),
+        "What follows when attribution says that a restart is useless; by default, log."),
     Option("attribution_export_url", v.or_none(v.TEXT), None, ATTRIBUTION,
         "Address that results of attribution are sent to."),
     Option("cycle_info_dir", v.or_none(v.TEXT), None, LOGGING,

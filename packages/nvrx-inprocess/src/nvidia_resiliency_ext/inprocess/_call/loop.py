@@ -416,21 +416,21 @@ class CallLoop:
         )
 
     def _log_restart(self, error: BaseException | None = None) -> None:
-        """Log and record a restart, after which this rank goes on, or leaves with `error`."""
+        """Log and record a restart; with `error` only log that this rank leaves instead."""
         pending, self._pending = self._pending, None
         seconds = self._watch.take()
         if pending is None:
             return
+        kept, total_s = len(pending.kept), sum(seconds.values())
+        if error is not None:  # The launcher records who was lost, and no restart has happened.
+            logger.warning("%s; this rank leaves after %.2f s", self._what_happened, total_s)
+            return
+        follows = "1 rank goes on" if kept == 1 else f"{kept} ranks go on"
+        logger.warning("%s; %s after %.2f s", self._what_happened, follows, total_s)
         report = dataclasses.replace(pending, seconds=seconds, world_size=self.state.world_size)
         self.reports.append(report)
-        kept = len(report.kept)
-        follows = "1 rank goes on" if kept == 1 else f"{kept} ranks go on"
-        if error is not None:
-            follows = "this rank leaves"
-        total_s = sum(seconds.values())
-        logger.warning("%s; %s after %.2f s", self._what_happened, follows, total_s)
         logger.info("%s", report.line())
-        if self.state.rank == 0 and not isinstance(error, RankDiscarded):
+        if self.state.rank == 0:
             assert self.state.initial_rank is not None
             record_restart(self.event_log, self.rendezvous.call, report, self.state.initial_rank)
 

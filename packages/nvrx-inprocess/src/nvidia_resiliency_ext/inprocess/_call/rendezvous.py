@@ -178,13 +178,14 @@ def _gather(store: Any, prefix: str, state: State, limit: timedelta) -> tuple[in
     global _next_call  # noqa: PLW0603 - a process takes part in one call after the other
     assert state.rank is not None
     deadline = Deadline.after(limit.total_seconds())
-    late: BarrierTimeout | None = None
+    is_late, most = False, 0
     while True:
         number = _take_number(store, prefix, _next_call)
-        if late is not None:
+        if is_late:
             raise BarrierTimeout(
-                f"{late} (barrier_timeout): a rank has not called the wrapped function, or has"
-                f" another WORLD_SIZE than {state.world_size}"
+                f"{_BARRIER}: {most} of {state.world_size} ranks have arrived within"
+                f" {limit.total_seconds():g} s (barrier_timeout): a rank has not called the wrapped"
+                f" function, or has another WORLD_SIZE than {state.world_size}"
             )
         _next_call = number + 1
         call_store = CallStore(f"{prefix}{number}", store)
@@ -195,15 +196,16 @@ def _gather(store: Any, prefix: str, state: State, limit: timedelta) -> tuple[in
         try:
             if pass_barrier(access, [state.rank], _BARRIER, state.world_size, left, None):
                 return number, call_store
-        except BarrierTimeout as error:
-            late = error
+        except BarrierTimeout:
+            is_late = True
         except BarrierOverflow as error:
             raise BarrierOverflow(
                 f"{error}: another job has the same MASTER_ADDR and MASTER_PORT, or a rank has"
                 f" another WORLD_SIZE than {state.world_size}"
             ) from None
-        if not close_barrier(access, _BARRIER):
+        if not (arrived := close_barrier(access, _BARRIER)):
             return number, call_store
+        most = max(most, arrived)
 
 
 def _take_number(store: Any, prefix: str, least: int) -> int:

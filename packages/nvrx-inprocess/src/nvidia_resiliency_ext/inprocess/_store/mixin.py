@@ -65,9 +65,10 @@ def pass_barrier(
     return False
 
 
-def close_barrier(access: StoreAccess, group_name: str) -> bool:
-    """Close a barrier for good, and wake its ranks; return False if all had arrived before."""
-    return access.settle(_barrier_keys("barrier", group_name)[2], _CLOSED) == _CLOSED
+def close_barrier(access: StoreAccess, group_name: str) -> int:
+    """Close a barrier and wake its ranks; return how many had arrived, 0 if all had."""
+    arrived, _, done = _barrier_keys("barrier", group_name)
+    return access.add(arrived, 0) if access.settle(done, _CLOSED) == _CLOSED else 0
 
 
 def _barrier_keys(kind: str, group_name: str) -> tuple[str, str, str]:
