@@ -112,6 +112,31 @@ def test_a_cycle_left_open_by_a_host_that_died_is_ended(tmp_path: Path) -> None:
     assert "" < content(tmp_path, 0)["cycle_end_time"] <= content(tmp_path, 1)["cycle_start_time"]
 
 
+def stand_in(made: list[dict[str, Any]]) -> type:
+    """Return a class for a part of attribution: its settings are appended to `made`."""
+
+    class Part:
+        def __init__(self, _: object, **settings: Any) -> None:
+            made.append(settings)
+
+        def start(self) -> None: ...
+        def close(self, *, asks: bool) -> None: ...
+
+    return Part
+
+
+def follow_attribution(
+    plan: ServicesPlan, environ: dict[str, str], folder: Path, *, is_shared: bool
+) -> None:
+    """Let the services of a rendezvous host follow attribution, and close them."""
+    clock = SystemClock()
+    where = {"address": "127.0.0.1", "host": "host", "run_dir": str(folder)}
+    with contextlib.closing(EventLoop(clock)) as loop:
+        host = CoordinatorServices(plan, environ, loop, clock, **where, is_shared=is_shared)
+        host.follow_attribution(lambda _: None, lambda *_: None)
+        host.close()
+
+
 @pytest.mark.parametrize(
     ("is_shared", "named", "job"), [(True, None, "77"), (False, None, "77_1"), (True, "j", "j")]
 )
@@ -120,15 +145,7 @@ def test_job_is_the_array_where_its_tasks_may_meet(
 ) -> None:
     """A task that takes a job of many nodes over asks about the same one; others ask about own."""
     asked: list[dict[str, Any]] = []
-
-    class Watch:
-        def __init__(self, _manager: object, **settings: Any) -> None:
-            asked.append(settings)
-
-        def start(self) -> None: ...
-        def close(self, *, asks: bool) -> None: ...
-
-    monkeypatch.setattr(hosting_attribution, "AttributionWatch", Watch)
+    monkeypatch.setattr(hosting_attribution, "AttributionWatch", stand_in(asked))
     monkeypatch.setenv("SLURM_JOB_ID", "79")
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
@@ -138,12 +155,7 @@ def test_job_is_the_array_where_its_tasks_may_meet(
         cycle_info_job_id=named,
         job_name="name",
     )
-    clock = SystemClock()
-    where = {"address": "127.0.0.1", "host": "host", "run_dir": str(tmp_path)}
-    with contextlib.closing(EventLoop(clock)) as loop:
-        host = CoordinatorServices(plan, {}, loop, clock, **where, is_shared=is_shared)
-        host.follow_attribution(lambda _: None, lambda *_: None)
-        host.close()
+    follow_attribution(plan, {}, tmp_path, is_shared=is_shared)
     assert [settings["job_id"] for settings in asked] == [job]
 
 
@@ -156,27 +168,14 @@ def test_the_managed_service_asks_for_the_token_that_it_is_sent(
 ) -> None:
     """With a token file of the job, or of the service, no other user of the host is answered."""
     made: list[dict[str, Any]] = []
-
-    class Part:
-        def __init__(self, _: object, **settings: Any) -> None:
-            made.append(settings)
-
-        def start(self) -> None: ...
-        def close(self, *, asks: bool) -> None: ...
-
-    monkeypatch.setattr(hosting_attribution, "AttributionManager", Part)
-    monkeypatch.setattr(hosting_attribution, "AttributionWatch", Part)
+    monkeypatch.setattr(hosting_attribution, "AttributionManager", stand_in(made))
+    monkeypatch.setattr(hosting_attribution, "AttributionWatch", stand_in(made))
     plan = ServicesPlan(
         logs=LogPlan(applog_prefix=str(tmp_path / "log")),
         attribution=AttributionConfig("localhost"),
         fault_tol_cfg=FaultToleranceConfig(rdzv_token_file="/job"),
     )
-    clock = SystemClock()
-    where = {"address": "127.0.0.1", "host": "host", "run_dir": str(tmp_path)}
-    with contextlib.closing(EventLoop(clock)) as loop:
-        host = CoordinatorServices(plan, environ, loop, clock, **where, is_shared=True)
-        host.follow_attribution(lambda _: None, lambda *_: None)
-        host.close()
+    follow_attribution(plan, environ, tmp_path, is_shared=True)
     manager, watch = made
     assert manager["environ"]["NVRX_ATTRSVC_TOKEN_FILE"] == watch["token_file"] == token
 

@@ -63,7 +63,7 @@ class StoreRendezvous:
         # be found dead when the others have long begun another round: that one did not fail.
         self._round = 0
         self._previous_rank: int | None = None
-        self._is_over = self.is_over = False
+        self._is_ending = self.is_over = False
         self._is_lost = False
         self._is_shut = False
         self._join_deadline: Timer | None = None
@@ -89,7 +89,7 @@ class StoreRendezvous:
             self._leave(effect.cause)
             return
         if isinstance(effect, machine.CloseRendezvous):
-            self._is_over = True
+            self._is_ending = True
         round_ = self._round
         self._client.submit(lambda session: _record(session, round_, effect))
 
@@ -119,7 +119,7 @@ class StoreRendezvous:
 
     @property
     def must_stay(self) -> bool:
-        return self.coordinator is not None and self.coordinator.is_alive() and not self._is_over
+        return self.coordinator is not None and self.coordinator.is_alive() and not self._is_ending
 
     def shutdown(self) -> None:
         """Say goodbye, and end the store when all nodes have; a second call does nothing."""
@@ -195,10 +195,10 @@ class StoreRendezvous:
             culprit = event.entry.cause if event.entry.hang == records.HangStage.EVALUATED else None
             return machine.RanksAsked() if culprit is None else machine.HangEvaluated(culprit)
         if isinstance(event, sessions.Over):
-            self._is_over = self.is_over = True
+            self._is_ending = self.is_over = True
             return machine.RoundClosed(event.entry.reason, event.no_restart, event.entry.cause)
         if isinstance(event, sessions.Lost):
-            if self._is_over or self._is_lost:
+            if self._is_ending or self._is_lost:
                 return None  # The store goes when the job is over; that is no failure.
             self._is_lost = True
             fence_s = keys.FENCE_STOP_LEASES * self.settings.lease_s
@@ -246,7 +246,7 @@ class StoreRendezvous:
         """Pass on how long this node may train, and end it when the lease is too old."""
         lease_s, now = self.settings.lease_s, self.clock.monotonic()
         confirmed, fenced_at = self._client.confirmed_at, self._client.fenced_at
-        if confirmed is not None and not self._is_lost and not self._is_over:
+        if confirmed is not None and not self._is_lost and not self._is_ending:
             if confirmed != self._notified_at:
                 self._notified_at = confirmed
                 self.job.monitor.send(LeaseHeld(confirmed + keys.LEASES_TO_KILL * lease_s))

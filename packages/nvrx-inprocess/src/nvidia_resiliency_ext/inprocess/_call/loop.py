@@ -410,7 +410,6 @@ class CallLoop:
             ranks=tuple(sorted({record.rank for record in decision.records})),
             terminated=decision.lost,
             kept=tuple(sorted(decision.numbers)),
-            world_size=state.world_size,
             hang="" if decision.hang is None else decision.hang.text,
             culprits=() if decision.hang is None else decision.hang.culprits,
         )
@@ -421,10 +420,11 @@ class CallLoop:
         seconds = self._watch.take()
         if pending is None:
             return
-        kept, total_s = len(pending.kept), sum(seconds.values())
+        total_s = sum(seconds.values())
         if error is not None:  # The launcher records who was lost, and no restart has happened.
             logger.warning("%s; this rank leaves after %.2f s", self._what_happened, total_s)
             return
+        kept = len(pending.kept)
         follows = "1 rank goes on" if kept == 1 else f"{kept} ranks go on"
         logger.warning("%s; %s after %.2f s", self._what_happened, follows, total_s)
         report = dataclasses.replace(pending, seconds=seconds, world_size=self.state.world_size)
